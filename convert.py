@@ -35,7 +35,7 @@ from tandem.config.parser import ArgumentParser
 from tandem.io.exits import Failed, exit_codes
 from tandem.io.installed import command_of
 from tandem.io.reading import counted, printable
-from tandem.weights.load import find, load, load_discriminator, write_model
+from tandem.weights.load import load_discriminator, load_model, resolve, write_model
 from tandem.weights.push import add_push
 
 # The largest error of an average's profile, as a fraction of the profile's norm.
@@ -99,7 +99,7 @@ def inspect(args: argparse.Namespace) -> None:
     from tandem.weights.formats.description import describe_model_folder
     from tandem.weights.formats.detection import format_of
 
-    kind, location = find(Path(args.path))
+    kind, location = resolve(Path(args.path))
     if kind == "checkpoint":
         facts = describe_checkpoint(location, is_checked=not args.no_checksums)
     elif kind == "model":
@@ -184,7 +184,7 @@ def export(args: argparse.Namespace) -> None:
 
     is_folder, path = args.to in ("model", "diffusers"), Path(args.path)
     out = new_output(args, is_folder, f"--to {args.to}")
-    model, note = load(path, args.weights), None
+    model, note = load_model(path, args.weights), None
     if args.to == "model":
         write_model(model, path, out)
     else:
@@ -209,9 +209,9 @@ def average(args: argparse.Namespace) -> None:
 
     run, out = Path(args.path), new_output(args, is_folder=True, kind="average")
     files = AverageFiles(run / "snapshots")
-    model = build(load(run).description(), files.newest("ema"), run)
+    model = build(load_model(run).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
-    weights, updates, distance = files.of_length("ema", args.ema_length, parameters)
+    weights, updates, distance = files.reconstruct("ema", args.ema_length, parameters)
     if distance > FARTHEST_PROFILE:
         raise ValueError(
             f"the averages in {run / 'snapshots'} miss {distance:.0%} of the profile of length {args.ema_length}: "
@@ -297,11 +297,11 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translate
     parser, page = parser_of("train_decoder.py"), rows("train_decoder.py")
     supported, other_keys = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
     left_out = [*without_counterpart(other_keys, supported), *implied(config, supported)]
-    model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
+    model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()
     check_arguments(model)
-    build_on_meta(lambda: Decoder.made(model))
+    build_on_meta(lambda: Decoder.from_dict(model))
     no_flags = argparse.Namespace(explicit=frozenset())  # on the command line
-    shape = parser.config.shape_of(model, no_flags)
+    shape = parser.config.architecture_of(model, no_flags)
     settings = parser.settings(parser.with_values(shape))
     flags = flags_of_config(config, page, {name: settings[name] for name in shape}, processes or 1)
     return Translated("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])

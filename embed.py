@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, PATH, size
-from tandem.config.fields import Needs, flag, given
+from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import add_computation_arguments, kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch
+from tandem.launch import fetch_model
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
     from tandem.data.decoding.sounds import ClipDecoder
-    from tandem.data.fields import Samples
+    from tandem.data.fields import SampleDataset
 _AUDIO_ONLY = given("audio", "PATH")
-_QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file))
+_QUERY = Requirement("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
 
 @dataclass
@@ -54,7 +54,11 @@ class Config:
         PATH,
     )
     output: str | None = flag(
-        None, "index to write; an index that is not complete is continued", FOLDER, also="output_dir", needs=_AUDIO_ONLY
+        None,
+        "index to write; an index that is not complete is continued",
+        FOLDER,
+        aliases="output_dir",
+        requires=_AUDIO_ONLY,
     )
     fresh: bool = flag(False, "start over; the old content is moved to DIR.old-N")
     index: str | None = flag(None, "index to search (default: --output)", FOLDER)
@@ -64,23 +68,23 @@ class Config:
         "a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle",
         size,
         metavar="CLIPS",
-        needs=_AUDIO_ONLY,
+        requires=_AUDIO_ONLY,
         title="embedding",
     )
-    files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", needs=_AUDIO_ONLY)
+    files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", requires=_AUDIO_ONLY)
     on_bad_sample: str = flag(
-        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_AUDIO_ONLY
+        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), requires=_AUDIO_ONLY
     )
 
     query: list[str] | None = flag(
         None, "a sentence, or the path of a sound file; repeatable", action="append", metavar="TEXT", title="search"
     )
     query_file: str | None = flag(None, "more queries, one per line", FILE)
-    top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", needs=_QUERY)
-    json: bool = flag(False, "print a JSON object per query, not a table", needs=_QUERY)
+    top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", requires=_QUERY)
+    json: bool = flag(False, "print a JSON object per query, not a table", requires=_QUERY)
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+    def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         args.index = args.index or args.output
         if not (args.audio or _QUERY.is_met(args)):
             parser.error("nothing to do: give --audio or --query")
@@ -137,7 +141,7 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
 
     @torch.no_grad()
     def embed_clips(waveforms: Tensor) -> Tensor:
-        backend.mark("embedding")
+        backend.heartbeat("embedding")
         with backend.autocast():
             return model.encode_audio(to_device(waveforms, backend.device)).float()
 
@@ -170,7 +174,7 @@ def unit_means(vectors: Sequence[Tensor]) -> Tensor:
     return torch.nn.functional.normalize(means, dim=1).float()
 
 
-def load_clips(sounds: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
+def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
     """The clips (k, n) of a sound, and its note for the index."""
     sample = sounds.load(index)
     return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
@@ -185,12 +189,12 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     from tandem.data.stores.embeddings import EMBEDDINGS
     from tandem.data.stores.encoding import encode_batches
     from tandem.data.stores.output import OutputFolder, names_sha256
-    from tandem.data.stores.shards import Encoded, ShardWriter
+    from tandem.data.stores.shards import EncodedShard, ShardWriter
 
-    fetch(args.model, backend)
-    with backend.agreement():
+    fetch_model(args.model, backend)
+    with backend.raise_on_all_ranks():
         embedder = open_embedder(args.model, args.batch_size, backend)
-        backend.working("listing the samples")
+        backend.heartbeat("listing the samples", is_uninterrupted=True)
         sounds = open_spread(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
@@ -207,7 +211,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     empty = np.zeros((0, embedder.dim), np.float32)
     shards = ShardWriter(output, EMBEDDINGS, empty, names, args.files_per_shard)
 
-    def compute_embeddings(shard_items: Sequence[range]) -> Iterator[Encoded]:
+    def compute_embeddings(shard_items: Sequence[range]) -> Iterator[EncodedShard]:
         options = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
         options["waiting"] = backend.waiting_for_workers
         load = functools.partial(load_clips, sounds)
@@ -223,12 +227,12 @@ def clips_of_query(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor |
     file cannot be read, or the query has the ending of a sound file and there is none."""
     from tandem.data.bad_samples import reason_of
     from tandem.data.decoding.sounds import ENDINGS, FURTHER_ENDINGS, require_decoders
-    from tandem.data.sources.record import Entry
+    from tandem.data.sources.record import FileRef
 
     if os.path.isfile(query):
         require_decoders()
         try:
-            return decoder.spread(Entry(query), max_clips)
+            return decoder.spread(FileRef(query), max_clips)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
     if query.lower().endswith(ENDINGS + FURTHER_ENDINGS):
@@ -243,8 +247,8 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.data.stores.embeddings import Answer, StoredEmbeddings, read_queries
     from tandem.data.stores.encoding import in_batches
 
-    fetch(args.model, backend)
-    with backend.agreement():
+    fetch_model(args.model, backend)
+    with backend.raise_on_all_ranks():
         if backend.is_root:
             queries, stored = read_queries(args.query or [], args.query_file), StoredEmbeddings(args.index)
             # Embed a sound with the settings of the index, so that a sound in the index has the cosine 1.
@@ -259,7 +263,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 return unit_means([in_batches(clips, embedder.embed_clips, batch_size)])[0]
 
             vectors = torch.stack([embed(query) for query in queries])
-            matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
+            matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.heartbeat("searching"))
             for answer in map(Answer, queries, matches):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 

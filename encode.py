@@ -37,14 +37,14 @@ from tandem.config.fields import flag, given, when, without
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import add_computation_arguments, add_places, kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch
-from tandem.weights.load import find, newest, open_model
+from tandem.launch import fetch_model
+from tandem.weights.load import newest_weights, open_model, resolve
 from tandem.weights.origin import arguments_of, run_of
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from tandem.data.fields import Samples
+    from tandem.data.fields import SampleDataset
     from tandem.data.stores.codes import StoredCodes
     from tandem.data.stores.shards import Encode, ShardWriter
     from tandem.models import VideoTokenizer
@@ -89,57 +89,62 @@ class Config:
         None,
         "folder of the videos that were encoded: each .mp4 gets the sound of its own",
         FOLDER,
-        needs=given("decode", "DIR"),
+        requires=given("decode", "DIR"),
     )
     image_size: int | None = flag(
-        None, "side of the centre crop (default: the model's)", pixels, needs=_ENCODING_ONLY, title="encoding"
+        None, "side of the centre crop (default: the model's)", pixels, requires=_ENCODING_ONLY, title="encoding"
     )
-    images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_IMAGES_ONLY)
+    images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", requires=_IMAGES_ONLY)
     videos_per_shard: int = flag(
-        8, "videos whose codes share a file; for long films 1", size, metavar="VIDEOS", needs=_VIDEOS_ONLY
+        8, "videos whose codes share a file; for long films 1", size, metavar="VIDEOS", requires=_VIDEOS_ONLY
     )
     fps: float | None = flag(
-        None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, needs=_VIDEOS_ONLY
+        None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, requires=_VIDEOS_ONLY
     )
-    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_VIDEOS_ONLY, without("fps")))
+    frame_stride: int = flag(
+        1, "take every N-th frame of a video", positive_int, requires=(_VIDEOS_ONLY, without("fps"))
+    )
     keep_aspect: bool = flag(
         False,
         "keep the shape of each video: its shorter side is --image_size, and both are cut to a multiple of the pixels "
         "of a code (default: the square in the middle)",
-        needs=_VIDEOS_ONLY,
+        requires=_VIDEOS_ONLY,
     )
     on_bad_sample: str = flag(
-        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_ENCODING_ONLY
+        "skip",
+        "leave out files that cannot be read, or stop at one",
+        choices=("skip", "error"),
+        requires=_ENCODING_ONLY,
     )
-    report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING_ONLY)
+    report: bool = flag(False, "say at the end how much of the codebook is used", requires=_ENCODING_ONLY)
 
     with_flip: bool = flag(
         False,
         "write the latents of mirrored images as well",
-        needs=_IMAGES_ONLY,
+        requires=_IMAGES_ONLY,
         title="latents of a model without codes",
     )
     latent: str = flag(
         "mean",
         "write the mean of each image, a sample, or both moments",
         choices=("mean", "sample", "moments"),
-        needs=_IMAGES_ONLY,
+        requires=_IMAGES_ONLY,
     )
-    latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), needs=_IMAGES_ONLY)
+    latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), requires=_IMAGES_ONLY)
     scaled: bool = flag(
         False,
         "write (latent - shift_factor) * scaling_factor, two numbers of the model's config.json",
-        needs=_IMAGES_ONLY,
+        requires=_IMAGES_ONLY,
     )
-    seed: int = flag(0, "seed of the samples", non_negative_int, needs=when("latent", "sample"))
+    seed: int = flag(0, "seed of the samples", non_negative_int, requires=when("latent", "sample"))
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+    def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         parser.choose(args, image_folder=None, video_folder=None, decode=None)
         if not (args.image_folder or args.video_folder or args.decode):
             parser.error("nothing to do: give --image_folder, --video_folder or --decode")
         try:
-            settle_kinds(args, *kinds_of(args))
+            validate_kinds(args, *kinds_of(args))
         except ValueError as error:
             parser.error(str(error))
 
@@ -151,7 +156,7 @@ def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
     return ("images",) if args.image_folder else ("videos",)
 
 
-def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
+def validate_kinds(args: argparse.Namespace, *kinds: str) -> None:
     """Fill in --format, if there is only one kind. Raises ValueError, in one line, if a flag has no effect."""
     action = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
     if "batch_size" in args.on_command_line and "images" not in kinds:
@@ -200,7 +205,7 @@ class Coder(NamedTuple):
     settings: dict[str, Any]
     stored: type[StoredCodes]
     writer: Callable[..., ShardWriter]
-    open: Callable[[int], tuple[list[int], Samples, Encode]]
+    open: Callable[[int], tuple[list[int], SampleDataset, Encode]]
     ending: str
     frames_per_code: int | None
     write: Callable[[StoredCodes, int, Sequence[Path]], None]
@@ -213,7 +218,7 @@ def run_model(
     from tandem.devices import to_device
     from tandem.models.layers.convolutional import trusted_values
 
-    backend.mark(doing)
+    backend.heartbeat(doing)
     with backend.autocast(), trusted_values():
         return method(to_device(values, backend.device), *state)
 
@@ -245,7 +250,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         views = [values, values.flip(-1)][: 1 + args.with_flip]
         return torch.stack([run_model(backend, "encoding", model.moments, view) for view in views], 1)
 
-    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
+    def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
             raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
         require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
@@ -317,7 +322,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
         return decode
 
-    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
+    def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
         longest = LONGEST_SHAPE * side if args.keep_aspect else side
         require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
@@ -355,7 +360,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     kind = "videos" if name == "VideoTokenizer" else "images"
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
-    settle_kinds(args, kind)
+    validate_kinds(args, kind)
     output, unused = ("codes", _LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
     if without_effect := [name for name in unused if name in args.on_command_line]:
         raise ValueError(f"--{without_effect[0]} has no effect: the model in {args.model} makes {output}; leave it out")
@@ -378,10 +383,10 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.data.stores.shards import PARTIAL
     from tandem.training.metrics.averages import code_statistics
 
-    fetch(args.model, backend)
-    with backend.agreement():
+    fetch_model(args.model, backend)
+    with backend.raise_on_all_ranks():
         model, coder, model_settings = open_coder(args, backend)
-        backend.working("listing the samples")
+        backend.heartbeat("listing the samples", is_uninterrupted=True)
         side, kind = args.image_size or model.image_size, coder.kind
         grid, samples, compute = coder.open(side)
         empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
@@ -414,20 +419,20 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     location = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
     backend.say(f"{counted(len(names) - bad, kind[:-1])} {location}")
     if not model.num_codes:
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             stored: Any = coder.stored(output.path)
             statistics = stored.channels(range(backend.rank, len(shards), backend.world_size))
         for line in channel_lines({int(k): v for part in backend.gather_objects(statistics) for k, v in part.items()}):
             backend.say(line)
     if kind == "images" and len(names) > bad:
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             lines = list(coder.stored(output.path).lines())
         backend.say(labels_line({line.get("label") for line in lines}))
         if partly_read := [line for line in lines if PARTIAL in line]:
             first = f"{partly_read[0]['path']}: {partly_read[0][PARTIAL]}"
             backend.say(f"read only in part: {counted(len(partly_read), 'image')}, such as {first}")
     if args.report and model.num_codes:
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         if n_new:
@@ -440,7 +445,7 @@ def decodes_codes_of(name: str, sha256: Any) -> bool:
     """Whether a model is from a run of --train decoder that was initialised, directly or by further such runs, from the
     model with this checksum of weights, so that both have the same encoder."""
     with contextlib.suppress(OSError, ValueError):
-        if (folder := run_of(find(newest(Path(name)))[1])) is not None:
+        if (folder := run_of(resolve(newest_weights(Path(name)))[1])) is not None:
             run = arguments_of(folder)
             if getattr(run, "train", None) == "decoder" and run.init_from:
                 start_sha256 = open_model(run.init_from).about["weights_sha256"]
@@ -453,8 +458,8 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.data.stores.codes import decoded_files
     from tandem.data.stores.output import OutputFolder
 
-    fetch(args.model, backend)
-    with backend.agreement():
+    fetch_model(args.model, backend)
+    with backend.raise_on_all_ranks():
         _, coder, model_settings = open_coder(args, backend)
         codes = coder.stored(args.decode)
         sha256 = codes.index.get("weights_sha256")
@@ -469,7 +474,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     settings = {"task": "decode", **model_settings, **sound, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             if shard is not None:
                 coder.write(codes, shard, files[shard])
     backend.say(f"{counted(sum(map(len, files)), coder.kind[:-1])}: {args.output}")

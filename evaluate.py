@@ -30,19 +30,19 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, NAME, PATH, pixels, positive_float, size
-from tandem.config.fields import Needs, flag, given
+from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import add_computation_arguments, kernel_settings
-from tandem.io.reading import counted, words_of
-from tandem.launch import fetch
+from tandem.io.reading import counted, error_text
+from tandem.launch import fetch_model
 from tandem.training.run_folder.starts import last_start
-from tandem.weights.load import find, newest
+from tandem.weights.load import newest_weights, resolve
 from tandem.weights.origin import arguments_of, run_of
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from tandem.data.fields import Samples
+    from tandem.data.fields import SampleDataset
     from tandem.training.metrics.fid import Gaussian
 
 PICTURE_SAMPLES = 6  # samples in the picture
@@ -62,7 +62,7 @@ RESIZES = {
     "adm": "halved by a box filter while twice as large, then shorter side resized to {} pixels (bicubic, antialiased)",
 }
 _VIDEOS_ONLY = given("video_folder", "PATH")
-_FILES_ONLY = Needs("image_folder", "PATH", lambda args: not (args.image_folder or "demo:").startswith("demo:"))
+_FILES_ONLY = Requirement("image_folder", "PATH", lambda args: not (args.image_folder or "demo:").startswith("demo:"))
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Config:
 
     # fmt: off
     model: list[str] | None = flag(None, "trained autoencoders, a row each: runs, checkpoints, model/ folders, public "
-        "packages' files, or USER/NAME of the Hugging Face Hub", FOLDER, nargs="+", also="compare", required=True,
+        "packages' files, or USER/NAME of the Hugging Face Hub", FOLDER, nargs="+", aliases="compare", required=True,
         title="what is measured")
     image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
     video_folder: str | None = flag(None, "videos: the same; the clip in the middle of each is measured", PATH)
@@ -82,18 +82,20 @@ class Config:
     image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
     resize: str = flag("ours", "how images are resized: ours averages bilinearly; taming does not average, as for the "
         "values of taming-transformers, Open-MAGVIT2 and IBQ; adm halves first, as for those of LlamaGen",
-        choices=tuple(RESIZES), needs=_FILES_ONLY)
-    num_frames: int = flag(17, "frames of a clip", size, needs=_VIDEOS_ONLY)
+        choices=tuple(RESIZES), requires=_FILES_ONLY)
+    num_frames: int = flag(17, "frames of a clip", size, requires=_VIDEOS_ONLY)
     fid_weights: str | None = flag(None, "report rFID and inception score by these weights (pt_inception-2015-12-05): "
-        "a file, or published, which fetches them", FILE, needs=given("image_folder", "PATH"))
-    fvd_weights: str | None = flag(None, "report rFVD by these weights of I3D (a state dict)", FILE, needs=_VIDEOS_ONLY)
+        "a file, or published, which fetches them", FILE, requires=given("image_folder", "PATH"))
+    fvd_weights: str | None = flag(
+        None, "report rFVD by these weights of I3D (a state dict)", FILE, requires=_VIDEOS_ONLY
+    )
     fvd_eps: float = flag(1e-3, "what I3D's batch normalisations add to a variance: 1e-3 as in its training, 1e-5 as "
-        "for the values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, needs=given("fvd_weights", "FILE"))
+        "for the values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, requires=given("fvd_weights", "FILE"))
     lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published", FILE)
     # fmt: on
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+    def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         parser.choose(args, image_folder=None, video_folder=None, held_out_of=None)
         args.run = None
         if args.held_out_of:
@@ -129,7 +131,7 @@ def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> 
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
     from tandem.models.layers.convolutional import trusted_values
 
-    backend.mark("reconstructing")
+    backend.heartbeat("reconstructing")
     with backend.autocast(), trusted_values():
         codes = model.encode(samples)
         return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
@@ -155,7 +157,7 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
     return models
 
 
-def open_samples(args: argparse.Namespace) -> Samples:
+def open_samples(args: argparse.Namespace) -> SampleDataset:
     """The samples to measure on. Raises ValueError, in one line, if there are none."""
     from tandem.data.held_out import divided_by
     from tandem.data.sets import open_images, open_videos
@@ -175,7 +177,7 @@ def open_samples(args: argparse.Namespace) -> Samples:
     return held_out
 
 
-def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[dict[str, int], list[str]]:
+def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> tuple[dict[str, int], list[str]]:
     """For each model in a run's folder, how many of the samples it was trained on, as far as that is known; and lines
     about it, or about why it is unknown."""
     from tandem.data import held_out
@@ -183,7 +185,7 @@ def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[d
     counts, lines, n = dict[str, int](), list[str](), len(samples)
     hint = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
     for name in args.model:
-        if (folder := run_of(find(newest(Path(name)))[1])) is None:
+        if (folder := run_of(resolve(newest_weights(Path(name)))[1])) is None:
             continue
         try:
             if args.held_out_of and os.path.realpath(folder) == os.path.realpath(args.held_out_of):
@@ -192,7 +194,7 @@ def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[d
             run = arguments_of(folder)
             counts[name], fingerprint = held_out.count_trained_on(run, samples, args.data)
         except (OSError, ValueError) as error:
-            lines.append(f"on how many of these {n} {name} was trained is not known: {words_of(error)}")
+            lines.append(f"on how many of these {n} {name} was trained is not known: {error_text(error)}")
             continue
         locations = held_out.places_of(run)
         if counts[name]:
@@ -219,14 +221,14 @@ def change_of_data(name: str, run: Path, fingerprint: str | None) -> list[str]:
     ]
 
 
-def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
+def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
     """The pixels of a sample, uint8 (1, ...), and its note: index and checksum."""
     (pixels,) = samples.load(index).values()
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
 
 def go_through(
-    samples: Samples, args: argparse.Namespace, backend: distributed.Backend, action: str,
+    samples: SampleDataset, args: argparse.Namespace, backend: distributed.Backend, action: str,
     use: Callable[[Batches], Iterable[None]],
 ) -> None:  # fmt: skip
     """Call `use` on the batches of this process and iterate over its generator. The processes exchange errors and
@@ -268,10 +270,10 @@ def go_through(
         if time.monotonic() > report_time + PROGRESS_SECONDS:
             backend.say(f"{action} {totals['done']:.0f} of {n}")
             report_time = time.monotonic()
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             end = time.monotonic() + ROUND_SECONDS
             for _ in steps:
-                if time.monotonic() > end or backend.stop.is_asked_here:
+                if time.monotonic() > end or backend.stop.is_requested_here:
                     break
             else:
                 has_more = False
@@ -282,7 +284,7 @@ def go_through(
     if any(counts):
         example = next(filter(None, examples))
         backend.say(f"read only in part: {counted(sum(counts), 'sample')}, such as {example}")
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         log.check()
         if n - log.count < 2:
             readable = counted(n - log.count, "sample")
@@ -325,27 +327,29 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     from tandem.data.stores.output import json_bytes, sha256_of
     from tandem.devices import moment, on_host, seconds_between
-    from tandem.io.fetching import fetched
+    from tandem.io.fetching import fetch_file
     from tandem.io.published import INCEPTION, PUBLISHED, weights_of
     from tandem.io.writing import write_atomically
     from tandem.models.features.i3d import I3D_DIM, i3d_features
     from tandem.models.features.lpips import load_lpips
     from tandem.training.metrics import exact, fid, reconstruction, videos
 
-    device, mark = backend.device, partial(backend.mark, "fetching weights")
+    device, heartbeat = backend.device, partial(backend.heartbeat, "fetching weights")
     for name in args.model:
-        fetch(name, backend)
-    with backend.agreement():
+        fetch_model(name, backend)
+    with backend.raise_on_all_ranks():
         if backend.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
             raise ValueError(f"--output {args.output}: there is no such folder")
         models = open_models(args, backend)
-        lpips = load_lpips(args.lpips_weights, args.image_size, device, mark)
-        weights = fetched(INCEPTION, mark) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
+        lpips = load_lpips(args.lpips_weights, args.image_size, device, heartbeat)
+        weights = (
+            fetch_file(INCEPTION, heartbeat) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
+        )
         weights_sha256 = sha256_of([Path(weights)]) if weights else None
         network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
         if args.fid_weights:
-            network = fid.Inception(weights_of(INCEPTION, str(weights), mark), device)
-        backend.working("listing the samples")
+            network = fid.Inception(weights_of(INCEPTION, str(weights), heartbeat), device)
+        backend.heartbeat("listing the samples", is_uninterrupted=True)
         samples = open_samples(args)
         trained_on, lines = compare_with_training(args, samples) if backend.is_root else ({}, [])
         preparation = RESIZES[args.resize].format(args.image_size) + ", then the centre cropped"
@@ -354,7 +358,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
             make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
     views = backend.gather_objects([len(samples), samples.fingerprint, device.type])
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         if any(view != views[0] for view in views):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
@@ -412,14 +416,14 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if original:
             distribution, score = model_features[name].result(backend.sum)
             scores |= score
-            backend.working("computing the Fréchet distance")
-            with backend.agreement():
+            backend.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
+            with backend.raise_on_all_ranks():
                 if backend.is_root:
                     scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, distribution)
         row = {measure: scores[measure] for measure in HEADINGS if measure in scores}
         row |= {"trained_on": trained_on[name]} if name in trained_on else {}
         values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.about}
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         if backend.is_root:
             options = f"--resize {args.resize}" if args.image_folder else ""
             options = f"--fvd_eps {args.fvd_eps:g}" if args.fvd_weights else options
@@ -433,8 +437,8 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
             draw(args, models, all_notes, samples, backend)
-    needs = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
-    networks = {"LPIPS (--lpips_weights)": lpips, needs: network}
+    requires = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
+    networks = {"LPIPS (--lpips_weights)": lpips, requires: network}
     if missing := [name for name, module in networks.items() if module is None]:
         backend.say(f"not measured without the weights that they need: {', '.join(missing)}")
 
@@ -456,7 +460,7 @@ def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callabl
 
 
 def draw(
-    args: argparse.Namespace, models: Any, notes: Sequence[Any], samples: Samples, backend: distributed.Backend
+    args: argparse.Namespace, models: Any, notes: Sequence[Any], samples: SampleDataset, backend: distributed.Backend
 ) -> None:
     """Write a picture of the samples whose PSNR differs most between models, or is the lowest for a single model."""
     import torch

@@ -29,7 +29,7 @@ from tandem.config.models.decoder import GUIDED, Sampling
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import ClipFlags, add_computation_arguments, add_places, kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch
+from tandem.launch import fetch_model
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +71,13 @@ class Config(ClipFlags, Sampling):
         "folder with an image for each of --images, black where something new is to be drawn, white where the picture "
         "stays",
         FOLDER,
-        needs=given("images", "DIR"),
+        requires=given("images", "DIR"),
     )
     resample_times: int = flag(
-        5, "repeats of each step, so that old and new parts fit (RePaint)", positive_int, needs=given("masks", "DIR")
+        5, "repeats of each step, so that old and new parts fit (RePaint)", positive_int, requires=given("masks", "DIR")
     )
     guide_with: str | None = flag(
-        None, "guide away from a weaker model, not the unconditional one (Karras et al. 2024)", FOLDER, needs=GUIDED
+        None, "guide away from a weaker model, not the unconditional one (Karras et al. 2024)", FOLDER, requires=GUIDED
     )
     clip: str | None = flag(
         None,
@@ -88,7 +88,7 @@ class Config(ClipFlags, Sampling):
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+    def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         enlarges = args.start_at_unet > 1
         if enlarges and args.images is None:
             parser.error(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
@@ -157,7 +157,7 @@ def clip_for(args: argparse.Namespace, origin: Mapping[str, str] | None, backend
         backend.say(f"prompts are encoded as in training: --clip {args.clip} --clip_weights {args.clip_weights}")
     if not args.clip:
         return None
-    clip = Clip.from_file(args.clip, args.clip_weights, backend.device, partial(backend.mark, "fetching weights"))
+    clip = Clip.from_file(args.clip, args.clip_weights, backend.device, partial(backend.heartbeat, "fetching weights"))
     if origin and clip.origin["sha256"] != origin["sha256"]:
         backend.say(
             f"{clip.file} is not the file with which {args.model} was trained, {origin['weights']} of --clip "
@@ -179,7 +179,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     from tandem.data.decoding.arrays import find_array
     from tandem.data.decoding.texts import sentence
     from tandem.data.sources.demo import condition_of
-    from tandem.data.sources.record import Entry
+    from tandem.data.sources.record import FileRef
     from tandem.io.reading import LONGEST_JSON_BYTES, plain_text, read_bytes, text_lines
 
     prompts = list(args.prompts or [])
@@ -204,7 +204,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
-                array = torch.from_numpy(find_array(Entry(path)).read(limit=MOST_BYTES))
+                array = torch.from_numpy(find_array(FileRef(path)).read(limit=MOST_BYTES))
             except ValueError as error:
                 raise ValueError(f"--{option} {path}: {error}") from None
             if array.ndim != KINDS[name] or not len(array):
@@ -227,12 +227,12 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
     takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
              for name, width in CONDITIONS.items() for unet in unets if getattr(unet.spec, width)}  # fmt: skip
     chosen = {name: source for source in sources for name in source.shapes if name in takes}
-    needs = " and ".join(takes) or "no condition"
+    requires = " and ".join(takes) or "no condition"
     for source in sources:
         if source not in chosen.values():
             flags = {other.flag for name, other in chosen.items() if name in source.shapes}
             hint = f", which {' and '.join(sorted(flags))} gives" if flags else ""
-            raise ValueError(f"{source.flag} has no effect: the Unets that draw take {needs}{hint}")
+            raise ValueError(f"{source.flag} has no effect: the Unets that draw take {requires}{hint}")
         if len(source.labels) != len(sources[0].labels):
             counts = (len(source.labels), len(sources[0].labels))
             raise ValueError(f"{counts[0]} of {source.flag} and {counts[1]} of {sources[0].flag}: give one for each")
@@ -272,7 +272,10 @@ def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | No
 
 
 def hash_inputs(
-    args: argparse.Namespace, trained: Mapping[str, Trained], pixels: Mapping[str, Any], mark: Callable[[str], None]
+    args: argparse.Namespace,
+    trained: Mapping[str, Trained],
+    pixels: Mapping[str, Any],
+    heartbeat: Callable[[str], None],
 ) -> dict[str, str]:
     """Hashes of everything that the pictures depend on: files, models and images, by the names of their flags."""
     from tandem.data.stores.output import sha256_of
@@ -286,7 +289,7 @@ def hash_inputs(
     for name, images in pixels.items():
         digest = hashlib.sha256()
         for index in range(len(images or [])):
-            mark("reading images")
+            heartbeat("reading images")
             digest.update(images.load(index)["images"].numpy().tobytes())
         hashes[name] = digest.hexdigest()
     return {f"{name}_sha256": text for name, text in hashes.items()}
@@ -304,8 +307,8 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.weights.load import open_model
 
     for name in MODELS:
-        fetch(getattr(args, name), backend)
-    with backend.agreement():
+        fetch_model(getattr(args, name), backend)
+    with backend.raise_on_all_ranks():
         trained = {name: open_model(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
         models: dict[str, Decoder] = {name: loaded.model.to(backend.device) for name, loaded in trained.items()}
         decoder, weaker = models["model"], models.get("guide_with")
@@ -313,7 +316,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         largest = decoder.image_sizes[unets[-1]]
         require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
         side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
-        backend.working("listing the samples")
+        backend.heartbeat("listing the samples", is_uninterrupted=True)
         images = open_images(args.images, image_size=side) if args.images else None
         masks = open_images(args.masks, image_size=side) if args.masks else None
         clip = clip_for(args, decoder.config["clip"], backend)
@@ -325,16 +328,16 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
             raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
-        hashes = hash_inputs(args, trained, {"images": images, "masks": masks}, backend.mark)
+        hashes = hash_inputs(args, trained, {"images": images, "masks": masks}, backend.heartbeat)
     for image_set in filter(None, (images, masks)):
         if image_set.skipped:
             backend.say(image_set.skipped)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
-    sampling = Sampling.of(args)
+    sampling = Sampling.from_args(args)
     settings = {
         "task": "sample", "seed": args.seed, "count": args.count, "labels_sha256": names_sha256(labels),
-        "pictures": total, "batch_size": args.batch_size, "sampling": sampling.plain(),
+        "pictures": total, "batch_size": args.batch_size, "sampling": sampling.to_dict(),
         "unets": [unets[0] + 1, unets[-1] + 1], "clip": args.clip,
         "resample_times": args.resample_times if args.masks else None, **hashes, **kernel_settings(args, backend),
     }  # fmt: skip
@@ -359,17 +362,17 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
             result: Tensor = decoder.sample(
                 chosen, noise_of(args.seed, numbers, backend.device), sampling, batch=args.batch_size,
                 start_at=args.start_at_unet, stop_at=args.stop_at_unet, guide=weaker,
-                resample_times=args.resample_times, on_step=lambda *_: backend.mark("drawing pictures"),
+                resample_times=args.resample_times, on_step=lambda *_: backend.heartbeat("drawing pictures"),
                 **images_to_fill,
             )  # fmt: skip
         return result
 
     for shard in output.rounds(range(len(firsts)), "drew"):
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             if shard is not None:
                 batch_paths = paths[firsts[shard] : firsts[shard] + args.batch_size]
                 save_missing(batch_paths, pixels_of([firsts[shard]], pictures), max(1, args.num_workers))
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         if backend.is_root:
             lines = [
                 {"path": path.name, "for": labels[n // args.count] if labels else None, "seed": [args.seed, n]}

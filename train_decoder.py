@@ -26,7 +26,7 @@ from tandem.config.models.decoder import DecoderConfig, Sampling
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import ClipFlags, OptimizerFlags, RunFlags, ScheduleFlags
 from tandem.launch import start_training, training_parser
-from tandem.weights.load import built
+from tandem.weights.load import init_model
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -70,7 +70,7 @@ def build_model(
         if line := other_clip(args, source.config["clip"], clip, name):
             say(line)
 
-    decoder: Decoder = built(Decoder, args, load, config=DecoderConfig.of_data(args, widths, clip))
+    decoder: Decoder = init_model(Decoder, args, load, config=DecoderConfig.of_data(args, widths, clip))
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder
@@ -155,9 +155,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.models.features.clip import Clip, with_embeddings
     from tandem.models.features.lpips import load_lpips
     from tandem.training.cascade import Cascade
-    from tandem.training.ema import kept_metric, kept_weights, make_ema
+    from tandem.training.ema import final_metric, final_weights, make_ema
     from tandem.training.generation import Generation, sampling_example
-    from tandem.training.loop import Action, Evaluation, kept_model, updates
+    from tandem.training.loop import Action, Evaluation, final_model, updates
     from tandem.training.metrics.fid import Inception
     from tandem.training.metrics.generation import GenerationQuality, left_out
     from tandem.training.metrics.unets import UnetErrors
@@ -165,8 +165,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.run_folder.best import BestModel
 
     condition_flags = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
-    with backend.agreement():
-        heartbeat = partial(backend.mark, "fetching weights")
+    with backend.raise_on_all_ranks():
+        heartbeat = partial(backend.heartbeat, "fetching weights")
         clip = Clip.from_file(args.clip, args.clip_weights, backend.device, heartbeat) if args.clip else None
     embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
     feed: Any = decoder_feed(
@@ -174,7 +174,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         tokenize=clip and clip.tokenize, **condition_flags,
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         decoder = build_model(args, widths, clip.origin if clip else None, backend.say).to(backend.device)
         lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, heartbeat)
         inception = (
@@ -186,12 +186,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run = Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
 
     generation = Generation(
-        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.of(args), backend, args.seed,
+        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(args), backend, args.seed,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
     ema = make_ema(cascade, args.ema_decay, args.ema_power, cascade.parts)
-    metric = kept_metric(ema, "loss")
+    metric = final_metric(ema, "loss")
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
@@ -212,14 +212,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         quality = GenerationQuality(
             backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
-        with kept_weights(cascade, ema) as model:
+        with final_weights(cascade, ema) as model:
             values = generation.judge(model, args.n_evaluation_samples, quality, clip)
-        return {kept_metric(ema, name): value for name, value in values.items()}
+        return {final_metric(ema, name): value for name, value in values.items()}
 
     evaluation = Evaluation(
         cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures",
-        validate=validate, draw=lambda models, samples, step: generation.draw(kept_model(models), samples),
-        drawn_together=True, use=("sample.py", *sampling_example(args)),
+        validate=validate, draw=lambda models, samples, step: generation.draw(final_model(models), samples),
+        is_collective_draw=True, use=("sample.py", *sampling_example(args)),
     )  # fmt: skip
     has_picture_metrics = args.n_evaluation_samples and (args.fid_weights or args.lpips_weights or clip)
     picture_evaluation = Action("judged pictures", args.evaluate_every_n_steps, evaluate_pictures, measures=True)
@@ -231,12 +231,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     # A factor of the bits of one sampled level: their mean is then the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps
-    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
+    with_warmup = partial(schedules.with_warmup, args.lr_schedule)
 
     for step, batch in updates(run, evaluation, preview=args.num_images_save, extra_actions=extra_actions):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
-            engine.lr = warmed_up(step, run.progress.total_steps, unet.learning_rate, unet.warmup)
+            engine.lr = with_warmup(step, run.progress.total_steps, unet.learning_rate, unet.warmup)
             for micro_batch in engine.micro_batches(batch):
                 losses = unet.losses(engine, micro_batch, step)
                 loss, error = (losses.weighted + vb_weight * losses.bits).mean(), losses.error.mean()

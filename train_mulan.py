@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import distributed, schedules
 from tandem.config.converters import FOLDER, templates
-from tandem.config.data import SoundFlags, place_of
+from tandem.config.data import SoundFlags, data_path
 from tandem.config.fields import flag
-from tandem.config.models.mulan import UNSAID, MuLaNConfig, TowerFlags
+from tandem.config.models.mulan import NOT_IN_FILE, MuLaNConfig, TowerFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import DecayingOptimizerFlags, RunFlags
 from tandem.launch import start_training, training_parser
@@ -31,7 +31,7 @@ from tandem.launch import start_training, training_parser
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
 
-    from tandem.data.feed import Batch, Feed
+    from tandem.data.feed import Batch, TrainingData
     from tandem.data.tokenizers import Tokenizer
     from tandem.models import MuLaN
     from tandem.training.losses.contrastive import Contrastive
@@ -73,7 +73,7 @@ class TrainingFlags:
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+    def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         """Turn --data_max_length into seconds."""
         if args.batch_size < 2:
             parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
@@ -110,24 +110,24 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     import torch
 
     from tandem import models
-    from tandem.launch import describe
+    from tandem.launch import describe_model
     from tandem.weights.formats.towers import read_towers, take_towers
-    from tandem.weights.load import load_from, tokenizer_file
+    from tandem.weights.load import load_named_model, tokenizer_file
 
     paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
     resumed_towers = [name for name, path in paths.items() if path and path == (args.resumed or {}).get(name)]
     text, audio = (None if name in resumed_towers else path for name, path in paths.items())
     towers = read_towers(text, audio, args.text_tower_quick_gelu)
     shapes = {name: tower.config for name, tower in towers.items()}
-    shapes |= {name: describe(args.output_dir)[name] for name in resumed_towers}
+    shapes |= {name: describe_model(args.output_dir)[name] for name in resumed_towers}
     torch.manual_seed(args.seed)
     file_config = {"vocab_size": tokenizer.vocab_size, **shapes}
-    model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.of(args).plain(), **file_config})
+    model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.from_args(args).to_dict(), **file_config})
     take_towers(model, towers, tokenizer)
     if args.init_from:
-        source = load_from(args.init_from, "MuLaN")
+        source = load_named_model(args.init_from, "MuLaN")
         if Path(args.init_from).is_file():  # of a public package, which does not name its tokenizer
-            source.config |= {name: model.config[name] for name in UNSAID}
+            source.config |= {name: model.config[name] for name in NOT_IN_FILE}
         else:
             tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
         model.load_weights_from(source, args.init_from)
@@ -135,7 +135,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
 
 def evaluate(
-    embedder: Embedder, feed: Feed, contrastive: Contrastive, templates: Sequence[str],
+    embedder: Embedder, feed: TrainingData, contrastive: Contrastive, templates: Sequence[str],
     backend: distributed.Backend,
 ) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
@@ -150,7 +150,7 @@ def evaluate(
         losses.add(loss=result.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
         quality.add(out.audio[:, 0], embedder.texts(texts), batch["all_captions"], batch["labels"])
-    values = {**losses.result(backend.sum), **quality.result(backend, mark=lambda: backend.mark("ranking"))}
+    values = {**losses.result(backend.sum), **quality.result(backend, heartbeat=lambda: backend.heartbeat("ranking"))}
     if classes := quality.classes(backend):
         class_vectors = class_embeddings(embedder.texts(prompts(classes, templates)), len(templates))
         values |= quality.zero_shot(backend, classes, class_vectors)
@@ -170,8 +170,8 @@ def picture(embedder: Embedder, samples: Batch, count: int) -> Image.Image:
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from tandem.data.sets import sound_feed
     from tandem.data.tokenizers import open_tokenizer
-    from tandem.training.ema import kept_metric, make_ema
-    from tandem.training.loop import Evaluation, kept_model, updates
+    from tandem.training.ema import final_metric, make_ema
+    from tandem.training.loop import Evaluation, final_model, updates
     from tandem.training.losses.contrastive import Contrastive
     from tandem.training.losses.grad_cache import GradCache
     from tandem.training.metrics.collapse import CollapseAlarm
@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.run import Run
     from tandem.training.run_folder.best import BestModel
 
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         tokenizer = open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
         model = build_model(args, tokenizer).to(backend.device)
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
@@ -194,7 +194,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    best_metric, tie_metric = kept_metric(ema, "r10"), kept_metric(ema, "loss")
+    best_metric, tie_metric = final_metric(ema, "r10"), final_metric(ema, "loss")
     best = BestModel(
         run.folder.path, backend.is_root, metric=best_metric, loss=tie_metric, broadcast=backend.broadcast_object
     )  # fmt: skip
@@ -217,25 +217,25 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
-        draw=lambda models, samples, step: picture(embedder(kept_model(models)), samples, args.num_sounds_shown),
-        use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", f"{args.output_dir}/index"),
+        draw=lambda models, samples, step: picture(embedder(final_model(models)), samples, args.num_sounds_shown),
+        use=("embed.py", "--audio", data_path(args, "audio_data"), "--output", f"{args.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         if run.is_root and not run.is_complete:
             tokenizer.save(run.folder.path)  # the next start reads this one
-    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
+    with_warmup = partial(schedules.with_warmup, args.lr_schedule)
 
     def lengths(step: int, batch: Batch) -> Sequence[int]:
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
         return tuple(sorted(width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 
     for step, batch in updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
-        engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
+        engine.lr = with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         cache = GradCache(engine, backend, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):
             out = engine(**inputs(micro_batch))
-            loss = cache.carried(out, micro_batch["caption_ids"])  # of the whole batch
+            loss = cache.with_graph(out, micro_batch["caption_ids"])  # of the whole batch
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
         update = engine.step()
         ema.update(update.skipped)

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed, schedules
-from tandem.config.autoencoder_training import VALIDATION, AdversaryFlags, without_perceptual_loss
+from tandem.config.autoencoder_training import VALIDATION, GANFlags, without_perceptual_loss
 from tandem.config.converters import FILE, FOLDER
-from tandem.config.data import VideoFlags, place_of
+from tandem.config.data import VideoFlags, data_path
 from tandem.config.fields import flag, given
 from tandem.config.models.autoencoders import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import DecayingOptimizerFlags, RunFlags
 from tandem.launch import start_training, training_parser
-from tandem.weights.load import built, built_discriminator
+from tandem.weights.load import init_discriminator, init_model
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -56,17 +56,21 @@ class LossFlags:
     inflate: bool = flag(
         False,
         "the model of --init_from was trained on images: frames begin as images, without memory of earlier ones",
-        needs=given("init_from", "DIR"),
+        requires=given("init_from", "DIR"),
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
     fvd_weights: str | None = flag(
-        None, "report rFVD with these weights of I3D (a plain state dict)", FILE, needs=VALIDATION, title="evaluation"
+        None,
+        "report rFVD with these weights of I3D (a plain state dict)",
+        FILE,
+        requires=VALIDATION,
+        title="evaluation",
     )
 
 
 @dataclass
 class Config(
-    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, LossFlags, DecayingOptimizerFlags, AdversaryFlags, RunFlags
+    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, LossFlags, DecayingOptimizerFlags, GANFlags, RunFlags
 ):
     """Every flag of this script."""
 
@@ -91,7 +95,7 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     from tandem.models.layers.video.blocks import check_frames
 
     load = VideoTokenizer.inflate_from if args.inflate else VideoTokenizer.load_weights_from
-    generator: VideoTokenizer = built(VideoTokenizer, args, load)
+    generator: VideoTokenizer = init_model(VideoTokenizer, args, load)
     check_frames(args.num_frames, generator.frames_per_code)
     if args.train == "decoder":
         generator.freeze_encoder()
@@ -102,21 +106,21 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
     """The discriminator with seeded weights, the same on every process."""
     from tandem.models import VideoDiscriminator
 
-    return built_discriminator(VideoDiscriminator, args)
+    return init_discriminator(VideoDiscriminator, args)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from torch.nn import functional as F
 
     from tandem.data.feed import to_unit_range
-    from tandem.data.sets import video_feed
+    from tandem.data.sets import video_data
     from tandem.devices import to_device
     from tandem.models import VideoTokenizer
     from tandem.models.features.i3d import i3d_features
     from tandem.models.features.lpips import load_lpips, load_perceptual
     from tandem.training.ema import make_ema
     from tandem.training.loop import Evaluation, updates
-    from tandem.training.losses.gan import Judge, frames_of
+    from tandem.training.losses.gan import GANLoss, frames_of
     from tandem.training.metrics.autoencoders import evaluated, reconstructions
     from tandem.training.metrics.collapse import ReconstructionAlarm
     from tandem.training.metrics.videos import VideoQuality
@@ -125,11 +129,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.run import Run
     from tandem.training.visuals.videos import film
 
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        heartbeat = partial(backend.mark, "fetching weights")
+        heartbeat = partial(backend.heartbeat, "fetching weights")
         perceptual = load_perceptual(
-            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=heartbeat
+            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, heartbeat=heartbeat
         )
         lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, heartbeat)
         i3d = i3d_features(args.fvd_weights, args.num_frames, backend.device)
@@ -137,7 +141,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         networks = ((generator, args.learning_rate, args.betas), (discriminator, *discriminator_options))
         optimizers = [make_optimizer(model, rate, betas, args.weight_decay, lion=args.use_lion)
                 for model, rate, betas in networks]  # fmt: skip
-    feed = video_feed(args, backend)
+    feed = video_data(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
     run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)
     generator.quantizer.connect(backend)
@@ -171,24 +175,24 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return film(clips, reconstructions(models, clips), fps=args.fps or 8)
 
     pixel_loss = F.l1_loss if args.l1_recon_loss else F.mse_loss
-    gan = Judge(
+    gan = GANLoss(
         args, tokenizer, discr, backend, images=videos_of, given=sample_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
         tokenizer, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
+        use=("encode.py", "--video_folder", data_path(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
-    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
+    with_warmup = partial(schedules.with_warmup, args.lr_schedule)
 
     for step, batch in updates(run, evaluation, preview=args.num_videos_save, kind=lambda step, _: gan.parts(step)):
-        tokenizer.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        discr.lr = warmed_up(step, total_steps, peak, args.lr_warmup_steps)
+        tokenizer.lr = with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
+        discr.lr = with_warmup(step, total_steps, peak, args.lr_warmup_steps)
         entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
         weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
         (is_adversarial, with_penalty), codes = gan.parts(step), []
@@ -196,14 +200,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             out = tokenizer(videos)
             recon, adversarial = gan(out)
             loss = recon + gan.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
-            tokenizer.backward(gan.carried(loss))
+            tokenizer.backward(gan.with_graph(loss))
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = tokenizer.step()
         gan.update_codebook(update.skipped)
         ema.update(update.skipped)
         if is_adversarial:
-            for discr_loss, lecam, penalty in gan.critic_losses(with_penalty=with_penalty):
+            for discr_loss, lecam, penalty in gan.discriminator_losses(with_penalty=with_penalty):
                 discr.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
             discr_update = discr.step()
             gan.update_lecam(discr_update.skipped)

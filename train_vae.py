@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import distributed, schedules
 from tandem.config.converters import FILE, non_negative_float, positive_float
-from tandem.config.data import ImageFlags, place_of
+from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RunFlags
 from tandem.launch import start_training, training_parser
-from tandem.weights.load import built
+from tandem.weights.load import init_model
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -62,7 +62,7 @@ class LossFlags:
     lr_decay_rate: float = flag(0.98, "factor on the learning rate after updates 1, 101, 201, ...", positive_float)
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+    def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         side, halvings, layers = args.image_size, args.image_size.bit_length() - 1, args.num_layers
         if halvings < layers:
             parser.error(
@@ -92,17 +92,17 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     from tandem.models import DiscreteVAE
 
-    return built(DiscreteVAE, args)
+    return init_model(DiscreteVAE, args)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import torch
 
     from tandem.data.feed import to_unit_range
-    from tandem.data.sets import image_feed
+    from tandem.data.sets import image_data
     from tandem.models import DiscreteVAE
     from tandem.training.ema import make_ema
-    from tandem.training.loop import Evaluation, kept_model, updates
+    from tandem.training.loop import Evaluation, final_model, updates
     from tandem.training.metrics.collapse import ReconstructionAlarm
     from tandem.training.metrics.reconstruction import ReconstructionQuality
     from tandem.training.noise import Noise
@@ -110,15 +110,15 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.visuals.images import code_histogram, grid
     from tandem.weights.formats.dalle import save_dalle
 
-    with backend.agreement():  # if this fails on one process, all end
+    with backend.raise_on_all_ranks():  # if this fails on one process, all end
         model = build_model(args).to(backend.device)
-    feed = image_feed(args, backend, model.channels)
+    feed = image_data(args, backend, model.channels)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     ema = make_ema(vae, args.ema_decay, args.ema_power)
     noise = Noise(args.seed, "gumbel")
-    temperature_of = partial(schedules.annealed, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
+    temperature_of = partial(schedules.anneal, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
 
     def objective(out: VAEOutput) -> Tensor:
         return out.recon_loss + args.kl_loss_weight * out.kl
@@ -136,7 +136,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def draw(models: Mapping[str, DiscreteVAE], samples: Batch, step: int) -> Image.Image:
         """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
-        model, images = kept_model(models), to_unit_range(samples["images"])
+        model, images = final_model(models), to_unit_range(samples["images"])
         soft = model(images, temperature=temperature_of(step)).reconstruction
         return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
 
@@ -145,7 +145,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         vae, ema, write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
         validate=in_precision(validate), draw=in_precision(draw), watch=alarm.check,
-        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{args.output_dir}/codes"),
+        use=("encode.py", "--image_folder", data_path(args, "image_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 
@@ -155,7 +155,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         for micro_batch in vae.micro_batches(batch):
             images = to_unit_range(micro_batch["images"])
             gumbel = noise.gumbel(step, micro_batch["positions"], model.noise_shape, backend.device)
-            out = vae(images, noise=gumbel, temperature=temperature, with_codes=run.codes_due)
+            out = vae(images, noise=gumbel, temperature=temperature, with_codes=run.are_codes_due)
             loss = objective(out)
             vae.backward(loss)
             codes += [] if out.codes is None else [out.codes]

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed, schedules
-from tandem.config.autoencoder_training import VALIDATION, AdversaryFlags, without_perceptual_loss
+from tandem.config.autoencoder_training import VALIDATION, GANFlags, without_perceptual_loss
 from tandem.config.converters import FILE, FOLDER, epoch_counts, two_fractions
-from tandem.config.data import ImageFlags, place_of
+from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import QuantizerLossFlags, VQGANConfig
 from tandem.config.models.taming import KL, LatentLossFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags
 from tandem.launch import start_training, training_parser
-from tandem.weights.load import built, built_discriminator
+from tandem.weights.load import init_discriminator, init_model
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -62,15 +62,13 @@ class LossFlags:
         None,
         "report rFID by these weights (pt_inception-2015-12-05): a file, or published, which fetches them",
         FILE,
-        needs=VALIDATION,
+        requires=VALIDATION,
         title="evaluation",
     )
 
 
 @dataclass
-class Config(
-    ImageFlags, VQGANConfig, LatentLossFlags, QuantizerLossFlags, LossFlags, RateFlags, AdversaryFlags, RunFlags
-):
+class Config(ImageFlags, VQGANConfig, LatentLossFlags, QuantizerLossFlags, LossFlags, RateFlags, GANFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/vqgan"
@@ -86,7 +84,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     from tandem.models import VQGAN
 
-    generator: VQGAN = built(VQGAN, args)
+    generator: VQGAN = init_model(VQGAN, args)
     if args.train == "decoder":
         generator.freeze_encoder()
     return generator
@@ -96,7 +94,7 @@ def build_discriminator(args: argparse.Namespace) -> Discriminator:
     """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
     from tandem.models import Discriminator
 
-    return built_discriminator(Discriminator, args)
+    return init_discriminator(Discriminator, args)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -104,13 +102,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from torch.nn import functional as F
 
     from tandem.data.feed import to_unit_range
-    from tandem.data.sets import image_feed
+    from tandem.data.sets import image_data
     from tandem.io.published import INCEPTION, weights_of
     from tandem.models import VQGAN
     from tandem.models.features.lpips import load_lpips, load_perceptual
     from tandem.training.ema import make_ema
     from tandem.training.loop import Evaluation, updates
-    from tandem.training.losses.gan import Judge
+    from tandem.training.losses.gan import GANLoss
     from tandem.training.metrics.autoencoders import evaluated, reconstructions
     from tandem.training.metrics.collapse import ReconstructionAlarm
     from tandem.training.metrics.fid import Inception
@@ -119,17 +117,17 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.run import Run
     from tandem.training.visuals.images import grid
 
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        heartbeat = partial(backend.mark, "fetching weights")
+        heartbeat = partial(backend.heartbeat, "fetching weights")
         perceptual = load_perceptual(
-            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=heartbeat
+            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, heartbeat=heartbeat
         )
         lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, heartbeat)
         inception = (
             Inception(weights_of(INCEPTION, args.fid_weights, heartbeat), backend.device) if args.fid_weights else None
         )
-    feed = image_feed(args, backend)
+    feed = image_data(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
     columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
     run = Run(args, settings, backend, feed, models=models, columns=columns)
@@ -169,7 +167,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         shape = generator.latent_shape(args.image_size)
         return {"noise": noise.normal(step, micro["positions"], shape, backend.device)} if is_sampled else {}
 
-    gan = Judge(
+    gan = GANLoss(
         args, vqgan, discr, backend, images=images_of, drawn=sample_noise, reconstruction_loss=reconstruction_loss,
         log=run.add,
     )  # fmt: skip
@@ -177,18 +175,19 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{args.output_dir}/{outputs}"),
+        use=("encode.py", "--image_folder", data_path(args, "image_folder"), "--output",
+             f"{args.output_dir}/{outputs}"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))
 
     total_steps = run.progress.total_steps
-    warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)
+    with_warmup = partial(schedules.with_warmup, args.lr_schedule, lowest=0.1)
 
     for step, batch in updates(run, evaluation, preview=args.num_images_save, kind=lambda step, _: gan.parts(step)):
         drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)
-        vqgan.lr = drop * warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        discr.lr = drop * warmed_up(step, total_steps, peak, args.lr_warmup_steps)
+        vqgan.lr = drop * with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
+        discr.lr = drop * with_warmup(step, total_steps, peak, args.lr_warmup_steps)
         entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
         weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
         weights["kl"] = args.kl_loss_weight / colours_per_latent
@@ -197,7 +196,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             out = vqgan(images, **gan.drawn)
             recon, adversarial = gan(out)
             loss = recon + gan.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
-            vqgan.backward(gan.carried(loss))
+            vqgan.backward(gan.with_graph(loss))
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = vqgan.step()
@@ -208,7 +207,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             run.log(entropy_loss_weight=weights["entropy"])
         run.log(update)
         if is_adversarial:
-            for discr_loss, lecam, penalty in gan.critic_losses(with_penalty=with_penalty):
+            for discr_loss, lecam, penalty in gan.discriminator_losses(with_penalty=with_penalty):
                 discr.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
             discr_update = discr.step()
             gan.update_lecam(discr_update.skipped)

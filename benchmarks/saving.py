@@ -31,7 +31,7 @@ def saving(rounds: int) -> Iterator[Row]:
         inputs = torch.randn(_BATCH_SIZE, _WIDTH, device=backend.device)
         waits: list[Callable[[], None]] = []
         processes: Any = SimpleNamespace(
-            is_root=True, mark=backend.mark, barrier=backend.barrier, before_update=waits.append
+            is_root=True, heartbeat=backend.heartbeat, barrier=backend.barrier, before_update=waits.append
         )
         checkpoints = Checkpoints(Path(folder), keep=1, processes=processes)
         held, plain = [], []

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
 
 def _training_flags() -> set[str]:
     """Names of the flags that have no effect in a script that trains nothing."""
-    backend_flags = (backend.flags_of_training for backend in all_backends().values())
+    backend_flags = (backend.training_flags for backend in all_backends().values())
     return {"check_replicas_every_n_steps", "batch_parts", "reduce_precision"}.union(*backend_flags)
 
 
@@ -133,7 +133,7 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
         else backends[args.distributed_backend]
     )
     for other in backends.values():
-        if other is not backend and (flag := other.flag_said(args)):
+        if other is not backend and (flag := other.given_flag(args)):
             raise UserMistake(
                 f"{flag} is for {other.name}, but this run uses {backend.name} (--distributed_backend "
                 f"{args.distributed_backend}, started by {launch.launcher}); leave the flag out, or use {other.name}"

@@ -66,7 +66,7 @@ class Backend(ABC):
 
     A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``launch_order``,
     ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``install_hint`` and ``is_available``, its
-    own flags (``add_arguments``, ``flag_said``, ``configure``), and an engine of its own (``engine_class``).
+    own flags (``add_arguments``, ``given_flag``, ``configure``), and an engine of its own (``engine_class``).
 
     Attributes:
         rank, local_rank: Of this process, in the job and on its machine, from 0.
@@ -83,7 +83,7 @@ class Backend(ABC):
     launch_order: ClassVar[int]
     """``auto`` takes the first backend, in this order, that was launched."""
     install_hint: ClassVar[str] = ""
-    flags_of_training: ClassVar[tuple[str, ...]] = ()
+    training_flags: ClassVar[tuple[str, ...]] = ()
     """Names of its flags that have no effect in a script that trains nothing."""
     sockets_per_process: ClassVar[int] = 0
     """Sockets that the root, which has the most, opens for each process of the job."""
@@ -97,7 +97,7 @@ class Backend(ABC):
         """Whether `Update.grad_norm` of the coming update is read; otherwise engines may leave it out."""
         self.total_updates: int | None = None
         """Number of updates of the run, if it is set before ``wrap``."""
-        self._own_flags = [getattr(args, name) for name in self.flags_of_training]
+        self._own_flags = [getattr(args, name) for name in self.training_flags]
         self._launchers = self._launcher_processes()
         self._after_leaving: list[Callable[[], None]] = []
 
@@ -132,7 +132,7 @@ class Backend(ABC):
         return
 
     @classmethod
-    def flag_said(cls, args: argparse.Namespace) -> str | None:
+    def given_flag(cls, args: argparse.Namespace) -> str | None:
         """A flag that the user gave and that only this backend understands, or None. Other backends refuse it."""
         return None
 
@@ -212,7 +212,7 @@ class Backend(ABC):
         finally:
             self.watchdog.stop(None if is_done or is_mutual else error)
             # Before signals have their effect again: launchers send SIGTERM as soon as a process has ended.
-            self.watchdog.let_writes_end()
+            self.watchdog.wait_for_writes()
             self._signals.close()
             self.disconnect(is_graceful)
         if stop_error is not None:
@@ -228,7 +228,7 @@ class Backend(ABC):
     def _all_are_done(self) -> bool:
         """Wait until all processes are done and have written their files: a launcher may kill the others when one ends.
         If one was lost, print that and return False, because this one is done."""
-        self.watchdog.let_writes_end()
+        self.watchdog.wait_for_writes()
         try:
             self.stop.drain()
             self.watchdog.meet()
@@ -254,7 +254,7 @@ class Backend(ABC):
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*other_settings, _) in enumerate(all_settings):
             if other_settings != own_settings:
-                flag_names = "".join(f", {name}" for name in self.flags_of_training)
+                flag_names = "".join(f", {name}" for name in self.training_flags)
                 raise ValueError(
                     f"batch, accumulation, processes, parts, precision, reduce_precision, compile{flag_names} are "
                     f"{own_settings} on rank {self.rank}, {other_settings} on rank {rank}; "
@@ -277,7 +277,7 @@ class Backend(ABC):
         from .devices import check_compiler, choose_kernels_by_time
 
         if self.options.compile and not self._can_compile:
-            with self.agreement():
+            with self.raise_on_all_ranks():
                 check_compiler(self.device)
             self._can_compile = True
         if not (self.options.deterministic or self.options.plan.batch_parts):
@@ -298,9 +298,9 @@ class Backend(ABC):
 
     @contextmanager
     def _in_collective(self, phase: str) -> Iterator[None]:
-        self.watchdog.mark(phase, collective=True)
+        self.watchdog.heartbeat(phase, collective=True)
         yield
-        self.watchdog.mark("computing")
+        self.watchdog.heartbeat("computing")
 
     def sum(self, value: Any) -> Any:
         """Sum over the processes: of a tensor (on the device; returns a tensor), or of a dict of numbers and 0-d
@@ -338,7 +338,7 @@ class Backend(ABC):
         self.sum({"here": 1.0})
 
     @contextmanager
-    def agreement(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """For work that may fail on one process alone, such as opening files or building a model. A ValueError, an
         OSError or a lack of memory on any process becomes the same UserMistake on all, and a CannotGoOn the same
         TrainingStopped, so that none waits for one that has left. The work may last longer on one process than
@@ -370,15 +370,15 @@ class Backend(ABC):
         if self.is_root:
             print(printable(text), file=file, flush=True)
 
-    def mark(self, phase: str) -> None:
-        """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""
-        self.watchdog.mark(phase)
+    def heartbeat(self, phase: str, *, is_uninterrupted: bool = False) -> None:
+        """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too.
 
-    def working(self, phase: str) -> None:
-        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a user's function or a write.
-        The phase may take any time while it uses the processor now and then; if it hangs, as on a broken disk, the job
-        ends after the timeout."""
-        self.watchdog.mark(phase, writes=True)
+        Args:
+            is_uninterrupted: The phase cannot call this, such as a user's function or a write. It may take any time
+                while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
+                timeout.
+        """
+        self.watchdog.heartbeat(phase, writes=is_uninterrupted)
 
     @property
     def waited(self) -> Mapping[str, float]:
@@ -390,12 +390,12 @@ class Backend(ABC):
     def waiting_for(self, what: str) -> Iterator[None]:
         """A ValueError or CannotGoOn inside, on this process alone, ends the job: this process prints the reason, the
         others print which process they lost."""
-        self.watchdog.mark(f"waiting for {what}", waits_for_data=True)
+        self.watchdog.heartbeat(f"waiting for {what}", waits_for_data=True)
         try:
             yield
         except (ValueError, CannotGoOn) as error:
             raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
-        self.mark("computing")
+        self.heartbeat("computing")
 
     @contextmanager
     def waiting_for_workers(self) -> Iterator[None]:

@@ -62,16 +62,18 @@ class _Rank:
 
     heard_at: int
     moved_at: int
-    mark: dict[str, Any] = field(default_factory=lambda: {"count": 0, "phase": "starting", "update": 0})
+    heartbeat: dict[str, Any] = field(default_factory=lambda: {"count": 0, "phase": "starting", "update": 0})
     lost: str | None = None  # "", or the error with which it ended
     has_left: bool = False
 
     @property
     def place(self) -> str:
-        return f"at update {self.mark['update']}" + (f" ({self.mark['phase']})" if self.mark["phase"] else "")
+        return f"at update {self.heartbeat['update']}" + (
+            f" ({self.heartbeat['phase']})" if self.heartbeat["phase"] else ""
+        )
 
 
-class Judge:
+class HeartbeatMonitor:
     """Decides which rank a job has lost, or which one holds it up.
 
     Args:
@@ -83,12 +85,12 @@ class Judge:
         self._ranks = [_Rank(0, 0) for _ in range(world_size)]
         self._announced_phases: set[str] = set()
 
-    def hear(self, rank: int, mark: dict[str, Any]) -> None:
+    def hear(self, rank: int, heartbeat: dict[str, Any]) -> None:
         """A rank says what it is doing, and how many phases it has begun (``count``)."""
         state = self._ranks[rank]
-        if state.mark["count"] != mark["count"]:
+        if state.heartbeat["count"] != heartbeat["count"]:
             state.moved_at = self.now
-        state.mark, state.heard_at = mark, self.now
+        state.heartbeat, state.heard_at = heartbeat, self.now
 
     def leave(self, rank: int) -> None:
         """A rank ends on purpose: its work is done, or all end together, or another rank has failed."""
@@ -100,8 +102,8 @@ class Judge:
         state = self._ranks[rank]
         if not state.has_left and state.lost is None:
             state.lost = error
-            if update > state.mark["update"]:
-                state.mark = {**state.mark, "update": update, "phase": ""}
+            if update > state.heartbeat["update"]:
+                state.heartbeat = {**state.heartbeat, "update": update, "phase": ""}
 
     def tick(self, is_asked_to_end: bool = False) -> str | None:
         """The verdict, or None. Ranks whose connections end within the same tick are reported together."""
@@ -118,8 +120,8 @@ class Judge:
     def wait(self) -> str | None:
         """A line on ranks for which others have waited 10 s in a collective; once for each phase of these ranks."""
         waiting_count = sum(map(self._is_waiting, self._ranks))
-        busy = [state for state in self._ranks if not state.has_left and not state.mark.get("collective")]
-        phases = {state.mark["phase"] for state in busy}
+        busy = [state for state in self._ranks if not state.has_left and not state.heartbeat.get("collective")]
+        phases = {state.heartbeat["phase"] for state in busy}
         if not waiting_count or phases <= self._announced_phases:
             return None
         self._announced_phases |= phases
@@ -139,12 +141,12 @@ class Judge:
 
     def _lacks_data(self, state: _Rank) -> bool:
         """Whether a rank has waited long for its loader processes, which may hang and keep it from saving."""
-        return not state.has_left and bool(state.mark.get("loads")) and self.now - state.moved_at > _LOADING_TICKS
+        return not state.has_left and bool(state.heartbeat.get("loads")) and self.now - state.moved_at > _LOADING_TICKS
 
     def _is_waiting(self, state: _Rank) -> bool:
         """Whether a rank that answers has made no progress in a collective."""
         is_there = not state.has_left and not self._is_silent(state)
-        return is_there and bool(state.mark.get("collective")) and self.now - state.moved_at > SILENT_TICKS
+        return is_there and bool(state.heartbeat.get("collective")) and self.now - state.moved_at > SILENT_TICKS
 
     def _find_stalled(self) -> str | None:
         """Which ranks made no progress for the whole timeout and hold up the others."""
@@ -155,15 +157,15 @@ class Judge:
         ]
         silent = [rank for rank in stalled if self._is_silent(self._ranks[rank], _NO_ANSWER_TICKS)]
         # A rank that waits for others in a collective is not to blame while a rank outside a collective stands still.
-        busy = [rank for rank in stalled if not self._ranks[rank].mark.get("collective")]
+        busy = [rank for rank in stalled if not self._ranks[rank].heartbeat.get("collective")]
         culprits = silent or busy
         if not culprits and len(stalled) == len(self._ranks):
-            lowest_update = min(state.mark["update"] for state in self._ranks)
-            culprits = [rank for rank in stalled if self._ranks[rank].mark["update"] == lowest_update]
+            lowest_update = min(state.heartbeat["update"] for state in self._ranks)
+            culprits = [rank for rank in stalled if self._ranks[rank].heartbeat["update"] == lowest_update]
         if not culprits:
             return None
         culprit_text = _join_first(
-            f"rank {rank} stands at update {self._ranks[rank].mark['update']} ({self._ranks[rank].mark['phase']})"
+            "rank {} stands at update {update} ({phase})".format(rank, **self._ranks[rank].heartbeat)
             for rank in culprits
         )
         return f"no progress for {counted(self._timeout_ticks * TICK_SECONDS / 60, 'minute')}: {culprit_text}"
@@ -201,7 +203,7 @@ class Liveness:
 
     def __init__(self, host: str, world_size: int, timeout_ticks: float, update: Callable[[], int] = lambda: 0) -> None:
         self._update = update
-        self._world_size, self._monitor = world_size, Judge(world_size, timeout_ticks)
+        self._world_size, self._monitor = world_size, HeartbeatMonitor(world_size, timeout_ticks)
         self._listener = _listen(host, world_size)
         self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
         self._members: list[_Member] = []

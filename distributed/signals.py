@@ -142,7 +142,7 @@ class Signals:
             if not self._has_begun and self._is_orphan():
                 self._end_start_up("the launcher is gone")
             if self.watchdog and self._is_root:
-                self.watchdog.tell_of_loading()
+                self.watchdog.report_loading()
 
     def _hear(self, number: signal.Signals) -> None:
         if self.watchdog:
@@ -215,7 +215,7 @@ class StopRequest:
         self._copied_flags: list[tuple[torch.Tensor, Any]] = []
 
     @property
-    def is_asked_here(self) -> bool:
+    def is_requested_here(self) -> bool:
         """Whether a signal has reached this process; the others may not know it yet."""
         return bool(self._received)
 
@@ -225,7 +225,7 @@ class StopRequest:
         call waits for a sum of its own.
         """
         self._is_asked = here
-        is_requested = here or self.is_asked_here
+        is_requested = here or self.is_requested_here
         if self._comm.world_size == 1:
             return is_requested
         answer = self.drain() or self._read_gradient_flags()
@@ -235,12 +235,12 @@ class StopRequest:
         self._is_summed_with_gradients = False
         return (self.drain() or answer) if now else answer
 
-    def depart(self) -> bool:
+    def contribute(self) -> bool:
         """The flag of this process, for a sum of gradients; see ``GradientReducer``."""
         self._is_summed_with_gradients = True
-        return self._is_asked or self.is_asked_here
+        return self._is_asked or self.is_requested_here
 
-    def arrive(self, total: torch.Tensor) -> None:
+    def read_sum(self, total: torch.Tensor) -> None:
         """Take the sum of the flags from the gradients' sum. On a GPU the host reads it later, without a wait."""
         if not has_pinned_memory(total.device):
             self._has_request_arrived |= bool(total)

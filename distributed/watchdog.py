@@ -78,7 +78,7 @@ class Watchdog:
             self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
             self._thread.start()
 
-    def mark(
+    def heartbeat(
         self, phase: str, *, update: int | None = None, collective: bool = False, waits_for_data: bool = False,
         gathers: bool = False, writes: bool = False,
     ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ class Watchdog:
         yield
         self._heartbeat, self._loads_since = replace(self._heartbeat, loads=False), math.inf
 
-    def tell_of_loading(self) -> None:
+    def report_loading(self) -> None:
         """Print once that no data has come for long. Called by another thread now and then."""
         if time.monotonic() > self._loads_since + _REPORT_SECONDS:
             self._loads_since = math.inf
@@ -120,7 +120,7 @@ class Watchdog:
         if self._thread is None:
             return
         self._meetings_entered += 1
-        self.mark("waiting for the other processes", collective=True)
+        self.heartbeat("waiting for the other processes", collective=True)
         self._send(to_line("met"))
         with self._condition:
             self._condition.wait_for(lambda: self._meetings_held >= self._meetings_entered or self._verdict)
@@ -268,7 +268,7 @@ class Watchdog:
         tell(f"stopped: rank {self._rank}: {verdict}")
         self.leave_alone()
 
-    def let_writes_end(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait for this process's writes, such as a checkpoint, while they make progress, at most for the timeout."""
         for thread in threading.enumerate():
             if thread.name != WRITER:
@@ -284,7 +284,7 @@ class Watchdog:
     def leave_alone(self) -> NoReturn:
         """End this process, which has printed why. It waits for its own writes, but for no other process, as the
         interpreter's exit would through Horovod or NCCL."""
-        self.let_writes_end()
+        self.wait_for_writes()
         leave(FAILED, at_once=True)
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
 from tandem.commands import parser_of  # noqa: E402
-from tandem.config.converters import shown_default  # noqa: E402
+from tandem.config.converters import format_default  # noqa: E402
 from tandem.config.public_names import tables  # noqa: E402
 
 PAGE = ROOT / "docs" / "coming_from.md"
@@ -27,7 +27,7 @@ def table(title: str, script: str) -> list[str]:
     flags = parser_of(script)._option_string_actions
 
     def line(key: str, default_there: str, flag: str, note: str) -> str:
-        here = (f"`--{flag}`", shown_default(flags[f"--{flag}"])) if flag else ("", "")
+        here = (f"`--{flag}`", format_default(flags[f"--{flag}"])) if flag else ("", "")
         return "|" + "".join(f" {cell} |" if cell else " |" for cell in (f"`{key}`", default_there, *here, note))
 
     return [*_HEAD, *(line(row.key, row.default_there, row.flag, row.note) for row in tables()[title, script])]

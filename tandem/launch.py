@@ -10,10 +10,19 @@ from typing import Any
 from tandem import distributed
 from tandem.commands import parser_of
 from tandem.config.parser import ArgumentParser
-from tandem.training.run_folder.folder import resumed_config
+from tandem.training.run_folder.folder import read_config_to_resume
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.card import KINDS
-from tandem.weights.load import DISCRIMINATOR, READ, as_named, find, load, load_discriminator, newest, tokenizer_file
+from tandem.weights.load import (
+    DISCRIMINATOR,
+    READ,
+    load_discriminator,
+    load_model,
+    newest_weights,
+    resolve,
+    tokenizer_file,
+    with_user_name,
+)
 
 
 def training_parser(script: str, text: str, config: type) -> ArgumentParser:
@@ -35,11 +44,11 @@ def start_training(
     run does not look for the model: it keeps its architecture and origin, and ``train`` gets no ``init_from``."""
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
-        resumed, source = resumed_config(args, backend), args.init_from
-        origin = fetch(source, backend) if resumed is None else resumed.get("init_from")
+        resumed, source = read_config_to_resume(args, backend), args.init_from
+        origin = fetch_model(source, backend) if resumed is None else resumed.get("init_from")
         if source:
-            with backend.agreement():
-                lines = adopt(parser, args) if resumed is None else adopt_again(parser, args, resumed)
+            with backend.raise_on_all_ranks():
+                lines = adopt(parser, args) if resumed is None else restore_architecture(parser, args, resumed)
             for line in lines:
                 backend.say(line)
             settings = parser.settings(args)
@@ -63,11 +72,11 @@ def adopt(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
     Raises:
         ValueError: one line, if there is no model, or its description, which is not trusted, is not valid.
     """
-    source, model = args.init_from, describe(args.init_from)
+    source, model = args.init_from, describe_model(args.init_from)
     values: dict[str, Any] = {}
     if model["model"] in KINDS and KINDS[model["model"]].script == args.script:  # others are refused later
         try:
-            values = parser.config.shape_of(model, args)
+            values = parser.config.architecture_of(model, args)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{source} does not describe a {model['model']}: {error!r}") from None
     flags = parser.adopt(args, values, source)
@@ -75,7 +84,7 @@ def adopt(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
     return lines + ([f"assumed of {source}, which does not say it: {model['assumed']}"] if "assumed" in model else [])
 
 
-def adopt_again(parser: ArgumentParser, args: argparse.Namespace, resumed: Mapping[str, Any]) -> list[str]:
+def restore_architecture(parser: ArgumentParser, args: argparse.Namespace, resumed: Mapping[str, Any]) -> list[str]:
     """Give a resumed run the architecture that it took at its first start, where no flag sets another one, which is
     refused later.
 
@@ -91,7 +100,7 @@ def adopt_again(parser: ArgumentParser, args: argparse.Namespace, resumed: Mappi
     run, origin = args.output_dir, resumed.get("init_from")
     try:
         first_args = argparse.Namespace(**{**vars(args), **resumed, "explicit": frozenset()})
-        values = parser.config.shape_of(resumed, first_args)
+        values = parser.config.architecture_of(resumed, first_args)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{run}/config.yaml does not describe the run: {error!r}; restore it") from None
     unset_values = {name: value for name, value in values.items() if name not in args.explicit}
@@ -119,7 +128,7 @@ def keep_tokenizer(args: argparse.Namespace, resumed: Mapping[str, Any]) -> dict
     return {"tokenizer": name}
 
 
-def describe(path: str | Path) -> dict[str, Any]:
+def describe_model(path: str | Path) -> dict[str, Any]:
     """The class, as "model", and the constructor arguments of the model at a user's ``path``, unchecked. Optional keys:
     "discriminator", the arguments of one from which a run can start, "tokenizer", as --tokenizer takes it, and
     "assumed", a text about values that the file lacks.
@@ -131,12 +140,12 @@ def describe(path: str | Path) -> dict[str, Any]:
     from tandem.training.checkpoint.format import read_checkpoint
     from tandem.training.checkpoint.models import models_in
 
-    with as_named(path):
-        kind, location = find(newest(Path(path)))
+    with with_user_name(path):
+        kind, location = resolve(newest_weights(Path(path)))
         if kind == "file":
             from tandem.weights.formats.detection import format_of
 
-            model, discriminator = load(location), load_discriminator(location, of_runs=False)
+            model, discriminator = load_model(location), load_discriminator(location, from_runs=False)
             READ.update({(location, "best"): model, (location, DISCRIMINATOR): discriminator})
             description, assumed = model.description(), format_of(location).assumed
             extras = {"discriminator": discriminator.config} if discriminator else {}
@@ -150,7 +159,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         return {**description, **extras}
 
 
-def fetch(name: str | None, backend: Any) -> str | None:
+def fetch_model(name: str | None, backend: Any) -> str | None:
     """Fetch the same commit of a model for all processes: the root asks the Hub for the commit, then one process of
     each machine downloads it, and the others find it in the cache. Where the root finds a local path of this name, no
     process asks the Hub. Collective.
@@ -166,18 +175,18 @@ def fetch(name: str | None, backend: Any) -> str | None:
     from .weights import hub
 
     pinned_name, is_on_hub = name, False
-    with backend.agreement():
+    with backend.raise_on_all_ranks():
         if backend.is_root and (is_on_hub := hub.is_on_hub(name)):
             model, _ = hub.split(name) or (name, None)
-            backend.working("downloading the model")
+            backend.heartbeat("downloading the model", is_uninterrupted=True)
             pinned_name = f"{model}@{hub.download(name).name}"
     pinned_name, is_on_hub = backend.broadcast_object([pinned_name, is_on_hub])
     if not is_on_hub:
         hub.use(name, Path(name))
         return name
     for is_first in (True, False):
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             if (backend.local_rank == 0) == is_first:
-                backend.working("downloading the model")
+                backend.heartbeat("downloading the model", is_uninterrupted=True)
                 hub.use(name, hub.download(pinned_name))
     return pinned_name

@@ -19,7 +19,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
-def warmed_up(shape: str, step: int, total_steps: int, peak: float, warmup_steps: int, lowest: float = 0.0) -> float:
+def with_warmup(shape: str, step: int, total_steps: int, peak: float, warmup_steps: int, lowest: float = 0.0) -> float:
     """Linear up to ``peak`` over ``warmup_of`` updates, then along one of `SHAPES`, which ends with the run; where that
     is 0, the rate is the share ``lowest`` of the peak."""
     warmup = warmup_of(warmup_steps, total_steps)
@@ -39,7 +39,7 @@ def decay(step: int, start: float, factor: float, every: int = 100) -> float:
     return start * factor ** math.ceil(step / every)
 
 
-def annealed(step: int, start: float, rate: float, lowest: float, every: int = 100) -> float:
+def anneal(step: int, start: float, rate: float, lowest: float, every: int = 100) -> float:
     """``start``, times exp(-``rate`` x n) after each of the updates n = 0, ``every``, 2 ``every``, ..., but not below
     ``lowest``: the temperature of DALLE-pytorch, in closed form."""
     n = math.ceil(step / every)

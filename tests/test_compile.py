@@ -101,7 +101,7 @@ def test_gradients_of_a_model_that_is_compiled_in_parts_leave_while_its_backward
     compiler = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=backward_of)
     for is_cut in (False, True):
         torch._dynamo.reset()
-        model = models.DiscreteVAE.made(
+        model = models.DiscreteVAE.from_dict(
             {"image_size": 16, "num_tokens": 16, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8}
         )
         reducer = GradientReducer(list(model.parameters()), Root(2, events), "toy")

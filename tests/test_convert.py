@@ -163,8 +163,8 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(tmp
     assert adopted.items() >= given.items()
     said = VIDEO_TOKENIZER.refused(tmp_path / "other", "--init_from", str(run), "--fsq_levels", "8,8")
     assert "--fsq_levels 8,5" in said
-    grey = {**VQGANConfig.of(VQGAN_SCRIPT.parsed(*words(VQGAN_SCRIPT.tiny))).plain(), "channels": 1}
-    VQGAN.made(grey).save_pretrained(tmp_path / "grey")
+    grey = {**VQGANConfig.from_args(VQGAN_SCRIPT.parsed(*words(VQGAN_SCRIPT.tiny))).to_dict(), "channels": 1}
+    VQGAN.from_dict(grey).save_pretrained(tmp_path / "grey")
     assert " channels 1" in VQGAN_SCRIPT.refused(tmp_path / "other", "--init_from", str(tmp_path / "grey"))
 
 

@@ -160,9 +160,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with them."""
     folder = tmp_path_factory.mktemp("documents")
     models = {
-        "vae-demo": DiscreteVAE.made({"image_size": SIDE, "num_layers": 1, "num_tokens": 8, "hidden_dim": 4}),
+        "vae-demo": DiscreteVAE.from_dict({"image_size": SIDE, "num_layers": 1, "num_tokens": 8, "hidden_dim": 4}),
         "vqgan-demo": vqgan(), "tokenizer-demo": video_tokenizer(), "mulan-demo": mulan(), "latents": autoencoder(),
-        "decoder": Decoder.made(SMALL),
+        "decoder": Decoder.from_dict(SMALL),
     }  # fmt: skip
     for name, model in models.items():
         model.save_pretrained(folder / "runs" / name / "model")
@@ -202,7 +202,7 @@ def said_with(config: Path, folder: Path) -> list[str]:
     said = ["--config", str(config)]
     if "train: decoder" in config.read_text():
         shape = {"body": "taming", "dim": 4, "norm_groups": 2, "quantizer": "kl"}
-        VQGAN.made(shape).save_pretrained(folder)
+        VQGAN.from_dict(shape).save_pretrained(folder)
         said += words({**shape, "init_from": folder})
     return said
 

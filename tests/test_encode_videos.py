@@ -24,7 +24,7 @@ from torch import Tensor
 from tandem.data.decoding.videos import ClipDecoder
 from tandem.data.feed import to_unit_range
 from tandem.data.sources.demo import DemoSource
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tandem.models import VideoTokenizer
 from tests.data.decoding.films import write_video, write_widths
 from tests.scripts import files, lines
@@ -42,7 +42,7 @@ def clip(path: Path, frames: int, **speed: Any) -> Tensor:
     """A whole file (1, 3, f, h, w) in [0, 1]; its last frame is held until the frames fill the codes of 1 + 2 n."""
     n = frames + (1 - frames) % 2
     decoder = ClipDecoder(SIZE, n + 2, short_clips="hold", **speed)  # longer than the file, so from its beginning
-    return to_unit_range(decoder.load(Entry(str(path)), 0))[None, :, :n]
+    return to_unit_range(decoder.load(FileRef(str(path)), 0))[None, :, :n]
 
 
 def decode(model: Path, codes: Path, output: Path, *more: str) -> Path:
@@ -184,7 +184,7 @@ def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
     read, given, waiting = [0], [0], [0]
     frames, encode_next = ClipDecoder.frames, VideoTokenizer.encode_next
 
-    def counted(self: Any, source: Entry, *shape: Any) -> Any:
+    def counted(self: Any, source: FileRef, *shape: Any) -> Any:
         for frame in frames(self, source, *shape):
             read[0] += 1
             yield frame

@@ -32,7 +32,7 @@ from benchmarks.launching import ONE_PROCESS, Launcher, run
 from tandem.data.decoding.images import decode_image
 from tandem.data.sampling.order import split_samples
 from tandem.data.sets import open_videos
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tandem.distributed import Backend
 from tandem.models.features.lpips import PerceptualLoss
 from tandem.training.metrics.fid import FrechetStatistics, frechet_distance
@@ -274,7 +274,7 @@ def test_images_are_resized_as_in_other_packages_and_table_and_file_say_so(
     ours = report_of(*said, output=tmp_path / "ours")
     found = report_of(*said, "--resize", resize, output=tmp_path / "values")
     assert found["resize"] == resize and f"\n--resize {resize} " in capsys.readouterr().out
-    images = [decode_image(Entry(str(at / "photos" / name)), SIZE, 3, resize=resize) / 255 for name in IMAGES]
+    images = [decode_image(FileRef(str(at / "photos" / name)), SIZE, 3, resize=resize) / 255 for name in IMAGES]
     model, batch = vqgan(0), torch.stack(images)
     expected = psnr(batch, model.decode(model.encode(batch))).mean().item()
     assert values(found, at / "a")["psnr"] == pytest.approx(expected, rel=1e-5)

@@ -95,11 +95,11 @@ def test_without_data_the_demonstration_runs_and_is_announced(script: Script) ->
     parse = partial(script.module.build_parser().parse, demonstration=script.module.DEMO_CONFIG)
     args = parse([])
     assert getattr(args, flag).startswith(script.data.demonstration) and args.output_dir == f"runs/{name}-demo"
-    assert demonstration in args.config_in_force
+    assert demonstration in args.config_note
     args = parse([f"--{flag}", "data"])
-    assert (getattr(args, flag), args.output_dir, args.config_in_force) == ("data", f"runs/{name}", None)
+    assert (getattr(args, flag), args.output_dir, args.config_note) == ("data", f"runs/{name}", None)
     config = str(script.configs / "base.yaml")
-    assert config in parse(["--config", config, f"--{flag}", "data"]).config_in_force
+    assert config in parse(["--config", config, f"--{flag}", "data"]).config_note
 
 
 def test_who_has_a_run_in_mind_and_forgets_its_data_is_told_and_gets_no_demonstration(
@@ -321,7 +321,7 @@ def test_an_update_that_was_skipped_is_no_update_of_the_average(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first update of all models is skipped: after two, the average holds one."""
-    poison, skipped = SkipGuard.poison, set[int]()
+    poison, skipped = SkipGuard.initial_gradient, set[int]()
 
     def poisoned(guard: SkipGuard, *args: Any) -> torch.Tensor:
         gradient = poison(guard, *args)
@@ -330,7 +330,7 @@ def test_an_update_that_was_skipped_is_no_update_of_the_average(
         skipped.add(id(guard))
         return torch.full_like(gradient, torch.nan)
 
-    monkeypatch.setattr(SkipGuard, "poison", poisoned)
+    monkeypatch.setattr(SkipGuard, "initial_gradient", poisoned)
     run = script.train(tmp_path, "--max_steps", "2", "--save_every_n_steps", "2", "--ema_decay", "0.99")
     assert metrics(run)[-1]["skipped_updates"] == len(skipped) > 0
     state = json.loads((run / "checkpoints" / "step_00000002" / "state.json").read_text())["parts"]

@@ -363,7 +363,7 @@ def a_file(tmp: Path) -> Path:
 
 
 def of_size(tmp: Path, image_size: int) -> Path:
-    model = DiscreteVAE.made({"image_size": SIZE, "num_layers": 2, "num_tokens": 32, "codebook_dim": 8})
+    model = DiscreteVAE.from_dict({"image_size": SIZE, "num_layers": 2, "num_tokens": 32, "codebook_dim": 8})
     return saved(tmp / "m", model, image_size=image_size)
 
 
@@ -372,7 +372,7 @@ MISTAKES: dict[str, tuple[list[Script], Callable[[Path], dict[str, Any]], str]] 
     "no model": (ALL, lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
     "image size that does not divide": (CODERS, lambda tmp: {"--image_size": 18}, "--image_size 18"),
     "another kind of model": (
-        [TOKENIZE], lambda tmp: {"--model": saved(tmp / "m", Discriminator.made({"dim": 8}))},
+        [TOKENIZE], lambda tmp: {"--model": saved(tmp / "m", Discriminator.from_dict({"dim": 8}))},
         "a Discriminator, not a DiscreteVAE or a VQGAN",
     ),
     "no images": ([TOKENIZE], lambda tmp: {"--image_folder": tmp}, "no image in"),

@@ -75,7 +75,7 @@ def built(script: Script, folder: Path, name: str = "", **changes: Any) -> Built
     # published one of 15 million weights.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tandem.models.features.lpips, "load_perceptual", network)
-        patch.setattr(gan, "Judge", stop)
+        patch.setattr(gan, "GANLoss", stop)
         with pytest.raises(BuiltError):
             script.main(*recipe, *tiny)
     return found[0]
@@ -149,7 +149,7 @@ def test_losses_around_the_body_of_taming_stand_to_one_another_as_in_the_source(
     error, lpips_weight, gan_weight, commitment_weight, is_adaptive = PUBLISHED[name]
     changes: dict[str, Any] = SMALL
     if is_finetuned := name.startswith("finetune"):
-        VQGAN_MODEL.made({"body": "taming", "quantizer": "kl", "image_size": 32, **SMALL, "num_resnet_blocks": [1],
+        VQGAN_MODEL.from_dict({"body": "taming", "quantizer": "kl", "image_size": 32, **SMALL, "num_resnet_blocks": [1],
                           "ch_mult": [1, 2]}).save_pretrained(tmp_path / "model")  # fmt: skip
         changes = {"init_from": tmp_path / "model"}
     made = built(VQGAN, tmp_path / "run", name, **changes)
@@ -180,11 +180,13 @@ def test_a_decoder_is_fine_tuned_by_the_gradient_that_the_loss_of_latent_diffusi
     """contperceptual.py with the squared error of ft-MSE and disc_weight 0.5, for images of 256 pixels: its adaptive
     weight is at most 1e4 beside errors that are summed over an image."""
     arguments = {**SMALL, "num_resnet_blocks": [1], "ch_mult": [1, 2]}
-    VQGAN_MODEL.made({"body": "taming", "quantizer": "kl", "image_size": 32, **arguments}).save_pretrained(tmp_path)
+    VQGAN_MODEL.from_dict({"body": "taming", "quantizer": "kl", "image_size": 32, **arguments}).save_pretrained(
+        tmp_path
+    )
     made = built(VQGAN, tmp_path / "run", "finetune_sd_vae", init_from=tmp_path)
     torch.manual_seed(0)
     images, features = torch.rand(2, 3, 256, 256), torch.randn(2, 4, 256, 256)
-    discriminator = Discriminator.made({"dim": 8, "layers": 3})
+    discriminator = Discriminator.from_dict({"dim": 8, "layers": 3})
     last_layer = torch.full((3, 4, 1, 1), 0.02, requires_grad=True)
     fake = images + F.conv2d(features, last_layer)
     adversarial = -strength * discriminator(fake).mean()

@@ -31,7 +31,7 @@ from benchmarks import references
 from benchmarks.jobs import one_process
 from tandem.config.models.decoder import Sampling
 from tandem.data.feed import to_unit_range
-from tandem.data.sets import decoder_feed, image_feed, sound_feed, video_feed, widths_of
+from tandem.data.sets import decoder_feed, image_data, sound_feed, video_data, widths_of
 from tandem.data.tokenizers import Tokenizer, open_tokenizer
 from tandem.models.diffusion.decoder import LOWRES_TIMESTEPS
 from tandem.training.losses.diffusion import DiffusionDraws, LowresDraws
@@ -125,7 +125,7 @@ def gumbel(args: argparse.Namespace) -> list[Callable[[int, int], Tensor]]:
 
 def of_vae(name: str, **flags: Any) -> Reference:
     return Reference(
-        name, VAE, flags, lambda args: [train_vae.build_model(args)], image_feed, RELAXED, gumbel
+        name, VAE, flags, lambda args: [train_vae.build_model(args)], image_data, RELAXED, gumbel
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def bend(heads: Sequence[Any], logits: Sequence[Tensor]) -> None:
 
 def discriminator_of_vqgan(args: argparse.Namespace) -> nn.Module:
     discriminator = BUILD_DISCRIMINATOR["train_vqgan"](args)
-    bend([discriminator], [discriminator(images_or_clips(image_feed, args))])
+    bend([discriminator], [discriminator(images_or_clips(image_data, args))])
     return discriminator
 
 
@@ -161,7 +161,7 @@ def models_of_vqgan(args: argparse.Namespace) -> list[nn.Module]:
 
 def discriminator_of_tokenizer(args: argparse.Namespace) -> nn.Module:
     discriminator = BUILD_DISCRIMINATOR["train_tokenizer"](args)
-    clips = images_or_clips(video_feed, args)
+    clips = images_or_clips(video_data, args)
     logits = discriminator(clips, torch.zeros(len(clips), dtype=torch.int64))
     bend([discriminator.frame_head, *discriminator.clip_heads], logits)
     return discriminator
@@ -224,14 +224,14 @@ REFERENCES = (
         "vqgan", VQGAN,
         {"image_size": 32, "num_layers": 3, "codebook_size": 16, "discr_start_step": 3, "lecam_weight": 0.3,
          "ema_decay": 0.9, "lr_warmup_steps": 4, "max_grad_norm": 1.0, "penalty_weight": 1e-3},
-        models_of_vqgan, image_feed, ADVERSARIAL, kept=2, discriminator=discriminator_of_vqgan,
+        models_of_vqgan, image_data, ADVERSARIAL, kept=2, discriminator=discriminator_of_vqgan,
     ),
     Reference(
         "tokenizer", VIDEO_TOKENIZER,
         {"layers": "compress_space,residual,compress_space,residual,compress_time,residual", "batch_size": 4,
          "codebook_size": 16, "penalty_weight": 0.1,
          "weight_decay": 1.0},  # in the few updates, what decays has to show
-        models_of_tokenizer, video_feed, ADVERSARIAL,
+        models_of_tokenizer, video_data, ADVERSARIAL,
         lambda args: [lambda step, n: Noise(args.seed, "frame").uniform(step, range(n), ())],
         discriminator=discriminator_of_tokenizer,
     ),

@@ -96,7 +96,7 @@ def test_the_configuration_of_imagenet_becomes_the_recipe_that_was_made_of_it_by
     new = vars(VQGAN.parsed("--config", str(tmp_path / "new.yaml"), "--image_folder", "photos/"))
     recipe = vars(VQGAN.parsed("--config", str(VQGAN.configs / "taming_f16.yaml"), "--image_folder", "photos/"))
     said_by_one = {"epochs", "seed", "valid_fraction", "validate_every_n_steps", "sample_every_n_steps", "config",
-                   "save_every_n_steps", "log_every_n_steps", "explicit", "said_as", "config_in_force"}  # fmt: skip
+                   "save_every_n_steps", "log_every_n_steps", "explicit", "aliases_used", "config_note"}  # fmt: skip
     assert {k: new[k] for k in new.keys() - said_by_one} == {k: recipe[k] for k in recipe.keys() - said_by_one}
     *lost, of_rate = lines
     assert {line.split()[2] for line in lost} == LINES and all(line.startswith("left out: ") for line in lost)

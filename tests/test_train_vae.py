@@ -24,7 +24,7 @@ SCRIPT = VAE
 
 def schedule_of(step: int, args: Namespace) -> tuple[float, float]:
     """Learning rate and temperature of an update."""
-    temperature = schedules.annealed(step, args.starting_temp, args.anneal_rate, args.temp_min)
+    temperature = schedules.anneal(step, args.starting_temp, args.anneal_rate, args.temp_min)
     return schedules.decay(step, args.learning_rate, args.lr_decay_rate), temperature
 
 

@@ -268,13 +268,15 @@ def test_a_stranger_s_model_whose_configuration_is_no_shape_is_refused_in_one_li
     name: str, value: Any, tmp_path: Path
 ) -> None:
     quantizer = "fsq" if name == "fsq_levels" else "lfq"
-    model = Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256, "quantizer": quantizer})
+    model = Generator.from_dict(
+        {"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256, "quantizer": quantizer}
+    )
     line = VQGAN.refused(tmp_path / "run", "--init_from", str(saved(tmp_path / "model", model, **{name: value})))
     assert (name in line or str(tmp_path / "model") in line) and "\x1b" not in line
 
 
 def test_what_has_no_effect_in_a_model_is_no_difference_from_it(tmp_path: Path) -> None:
-    model = Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64, "vq_cosine": True})
+    model = Generator.from_dict({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64, "vq_cosine": True})
     (tmp_path / "other.yaml").write_text("discr_layers: 2\nquantizer: lfq\nvq_cosine: false\ncodebook_dim: 8")
     VQGAN.start_from(saved(tmp_path / "lfq", model), tmp_path / "run", "--config", str(tmp_path / "other.yaml"))
 
@@ -293,7 +295,9 @@ def test_a_flag_is_judged_beside_those_that_a_run_adopts(tmp_path: Path) -> None
 def test_what_a_run_says_that_it_adopts_can_be_said_on_a_command_line(
     model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = saved(tmp_path / "model", Generator.made({"image_size": 16, "dim": 8, "num_resnet_blocks": [1], **model}))
+    start = saved(
+        tmp_path / "model", Generator.from_dict({"image_size": 16, "dim": 8, "num_resnet_blocks": [1], **model})
+    )
     VQGAN.start_from(start, tmp_path / "run", "--discr_layers", "2")
     _, line = next(line for line in capsys.readouterr().out.splitlines() if "has it: " in line).split("has it: ")
     VQGAN.start_from(start, tmp_path / "again", "--discr_layers", "2", *line.split())
@@ -305,7 +309,7 @@ def test_entries_that_were_loaded_stay_where_no_vector_chooses_them(
 ) -> None:
     """At 0.8, an entry is revived elsewhere after 21 updates without a vector. Nothing else moves here."""
     arguments = {"quantizer": "vq", "codebook_size": 512, "codebook_dim": 4, "dim": 8, "num_layers": 2}
-    model = Generator.made({"image_size": 16, **arguments})
+    model = Generator.from_dict({"image_size": 16, **arguments})
     model.quantizer.initialized.fill_(True)
     said = [*said, "--discr_layers", "2", "--max_steps", "30"]
     run = VQGAN.start_from(saved(tmp_path / "vq", model), tmp_path / "run", *said)

@@ -141,7 +141,7 @@ class SkipGuard:
         if limit <= 1:
             self._add_hooks()
 
-    def poison(self, loss: Tensor, factor: Tensor | float) -> Tensor:
+    def initial_gradient(self, loss: Tensor, factor: Tensor | float) -> Tensor:
         """The gradient to start backward with: ``factor``, or NaN if the loss is not finite."""
         if self._hooks:
             self._suspects.insert(0, ("the loss is", loss.detach().float().mean()))

@@ -83,11 +83,11 @@ class Engine(ABC):
         """The forward pass, under the chosen precision."""
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
-        self._backend.watchdog.mark("forward", update=self._updates, gathers=self.is_sharded)
+        self._backend.watchdog.heartbeat("forward", update=self._updates, gathers=self.is_sharded)
         with contextlib.nullcontext() if self._is_plain else self._backend.autocast():
             output = (self._plain_forward if self._is_plain else self.module)(*args, **kwargs)
         if self.is_sharded:
-            self._backend.watchdog.mark("computing")  # no more weights are gathered
+            self._backend.watchdog.heartbeat("computing")  # no more weights are gathered
         return output
 
     def _graph_parameters(self) -> Iterable[tuple[str, Any]]:
@@ -125,9 +125,9 @@ class Engine(ABC):
         """
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
-        self._backend.watchdog.mark("backward", update=self._updates, gathers=self.is_sharded)
+        self._backend.watchdog.heartbeat("backward", update=self._updates, gathers=self.is_sharded)
         self._add_gradients(loss, backward_weight(items, total, self._plan), retain_graph)
-        self._backend.watchdog.mark("computing")
+        self._backend.watchdog.heartbeat("computing")
 
     @abstractmethod
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
@@ -139,14 +139,14 @@ class Engine(ABC):
         Raises:
             TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.
         """
-        self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
+        self._backend.watchdog.heartbeat("reducing gradients", update=self._updates, collective=True)
         learning_rate = self.lr  # read before the backend's own scheduler advances it
         norm, finite = self._update()
         self._updates += 1
         # On a GPU this waits for the reduction of the update before.
-        self._backend.watchdog.mark("waiting for the sums of gradients", update=self._updates, collective=True)
+        self._backend.watchdog.heartbeat("waiting for the sums of gradients", update=self._updates, collective=True)
         self._guard.after_update(finite, self._updates)
-        self._backend.watchdog.mark("computing", update=self._updates)
+        self._backend.watchdog.heartbeat("computing", update=self._updates)
         interval = self._backend.options.check_replicas_every_n_steps
         if self._backend.world_size > 1 and not self.is_sharded and interval > 0 and self._updates % interval == 0:
             when = f"after update {self._updates} of {self.name}"
@@ -183,14 +183,14 @@ class Engine(ABC):
             self._is_plain = False
 
     @contextmanager
-    def gathered(self) -> Iterator[Any]:
+    def full_weights(self) -> Iterator[Any]:
         """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
         if not self._lacks_weights:
             yield self.module
             return
-        local_weights = self.held_weights()
+        local_weights = self.local_shards()
         for name, parameter in self._empty_module.named_parameters():
-            parameter.data = self.whole_weight(name, local_weights[name])
+            parameter.data = self.unshard(name, local_weights[name])
         for name, buffer in self._empty_module.named_buffers():
             if name in local_weights:
                 buffer.copy_(local_weights[name])
@@ -203,22 +203,22 @@ class Engine(ABC):
 
     # For averages of the weights. Where weights are sharded, a process averages the part that it holds.
 
-    def blank_copy(self) -> Any:
+    def empty_copy(self) -> Any:
         """A copy of the module as it was wrapped, in fp32, whose parameters are frozen and empty."""
         return copy.deepcopy(self._empty_module).float().requires_grad_(False)
 
-    def held_weights(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         """The fp32 weights and the persistent buffers by name, as this process holds them: whole; at ZeRO 3 a slice of
         each weight, 1-d; with FSDP some rows of each. To read before the next update, not to change. Collective."""
         return dict(self.module.state_dict())
 
-    def whole_weight(self, name: str, local: Tensor) -> Tensor:
-        """A tensor like the whole weight ``name`` from the processes' tensors like ``held_weights()[name]``, on every
+    def unshard(self, name: str, local: Tensor) -> Tensor:
+        """A tensor like the whole weight ``name`` from the processes' tensors like ``local_shards()[name]``, on every
         process. Collective."""
         return local
 
-    def held_part(self, name: str, full: Tensor) -> Tensor:
-        """This process's part of a tensor like the whole weight ``name``; the inverse of ``whole_weight``.
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """This process's part of a tensor like the whole weight ``name``; the inverse of ``unshard``.
 
         Raises:
             ValueError: where weights are sharded, if the tensor has another shape than the weight.
@@ -267,7 +267,9 @@ class Engine(ABC):
             TrainingStopped: this process alone has too little memory to exchange the weights.
         """
         self._backend.finish_copies()
-        with self._backend.agreement():  # before the collectives: none waits in one for a process that has failed
+        with (
+            self._backend.raise_on_all_ranks()
+        ):  # before the collectives: none waits in one for a process that has failed
             try:
                 self._write_state(state)
             except (LookupError, TypeError, AttributeError, ArithmeticError) as error:

@@ -29,7 +29,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -
             elif value is not None:
                 raise ValueError(f"{type(optimizer).__name__} keeps {slot!r}, which cannot be saved by parameter name")
     # Every update steps all parameters, so one count is that of all; reading each would wait for the device each time.
-    return neutral_state(optimizer, int(steps[0]) if steps else 0, moments)
+    return portable_state(optimizer, int(steps[0]) if steps else 0, moments)
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def owned(state: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
-def neutral_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def portable_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The saved form; loading compares ``slots`` with the moments to see whether all were saved."""
     return {"type": kind(optimizer), "step": step, "slots": sorted(moments), "moments": moments}
 

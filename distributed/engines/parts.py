@@ -20,7 +20,7 @@ from .reducer import BUCKET_BYTES, padded_size, split_by_size, view_like
 GATHERED_BYTES = 4 * BUCKET_BYTES  # at most, at a time
 
 
-class GradientParts:
+class OrderedSum:
     """Used like ``GradientReducer``: any number of ``backward`` calls per part, then ``finish``, then ``zero_``.
 
     The gradients come from ``torch.autograd.grad``, so that they trigger no hooks of the parameters, such as

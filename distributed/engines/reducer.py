@@ -32,7 +32,7 @@ ALIGNMENT_BYTES = 16
 
 @dataclass
 class _Bucket:
-    buffer: Tensor  # flat; in the last bucket also the passenger's flag
+    buffer: Tensor  # flat; in the last bucket also the stop flag
     flat: Tensor
     parameters: list[nn.Parameter]
     views: list[Tensor]  # of the parts of `flat` that belong to the parameters
@@ -71,7 +71,7 @@ class GradientReducer:
 
     Args:
         micro_batches: Their number per update.
-        passenger: The request to stop, whose flag is summed with the last bucket and needs no collective of its own.
+        stop_flag: The request to stop, whose flag is summed with the last bucket and needs no collective of its own.
         sent_as: Precision in which the processes exchange gradients; None: their own.
     """
 
@@ -79,15 +79,15 @@ class GradientReducer:
     comm: Communicator
     name: str
     micro_batches: int = 1
-    passenger: StopRequest | None = None
-    sent_as: torch.dtype | None = None
+    stop_flag: StopRequest | None = None
+    reduce_dtype: torch.dtype | None = None
     buckets: list[_Bucket] = field(default_factory=list)
     _sends_early: bool = False
     _next: int = 0  # the next bucket to send: every process must call collectives in the same order
 
     def __post_init__(self) -> None:
         if self.comm.world_size == 1:
-            self.passenger = None
+            self.stop_flag = None
         # Gradients appear roughly in the reverse order of registration.
         total = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
         first, others = (
@@ -97,7 +97,7 @@ class GradientReducer:
         groups = split_by_size(reversed(self.parameters), others, first)
         for group in groups:
             sizes = [padded_size(parameter) for parameter in group]
-            flag_size = int(self.passenger is not None and group is groups[-1])
+            flag_size = int(self.stop_flag is not None and group is groups[-1])
             buffer = group[0].new_zeros(sum(sizes) + flag_size, requires_grad=False)
             flat = buffer[: sum(sizes)]
             views = [view_like(parameter, chunk) for parameter, chunk in zip(group, flat.split(sizes), strict=True)]
@@ -140,8 +140,8 @@ class GradientReducer:
             if bucket.rounded_buffer is not None:
                 bucket.buffer.copy_(bucket.rounded_buffer)
                 bucket.rounded_buffer = None
-        if self.passenger is not None and self.buckets:
-            self.passenger.arrive(self.buckets[-1].buffer[-1])
+        if self.stop_flag is not None and self.buckets:
+            self.stop_flag.read_sum(self.buckets[-1].buffer[-1])
         self._sends_early = False
 
     def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
@@ -161,10 +161,10 @@ class GradientReducer:
             if only_full and bucket.n_ready < len(bucket.parameters):
                 return
             bucket.fill()
-            if self.passenger is not None and bucket is self.buckets[-1]:
-                bucket.buffer[-1].fill_(float(self.passenger.depart()))
-            if self.sent_as is not None and self.comm.world_size > 1:
-                bucket.rounded_buffer = bucket.buffer.to(self.sent_as)
+            if self.stop_flag is not None and bucket is self.buckets[-1]:
+                bucket.buffer[-1].fill_(float(self.stop_flag.contribute()))
+            if self.reduce_dtype is not None and self.comm.world_size > 1:
+                bucket.rounded_buffer = bucket.buffer.to(self.reduce_dtype)
             tensor = bucket.buffer if bucket.rounded_buffer is None else bucket.rounded_buffer
             bucket.handle = self.comm.all_reduce_(tensor, f"{self.name}.gradients.{self._next}")
             self._next += 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .arithmetic import LossScaler, all_finite, clip_divisor, gradient_norm
 from .base import Engine
 from .optimizer_state import check_names, live_weights, read_optimizer, unfuse, write_optimizer
-from .parts import GradientParts
+from .parts import OrderedSum
 from .reducer import GradientReducer
 
 
@@ -25,9 +25,9 @@ class ReplicatedEngine(Engine):
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._scaler = LossScaler(self._backend.options.precision == "fp16", self._backend.device)
         parameters = list(self._names)
-        self._reducer: GradientReducer | GradientParts
+        self._reducer: GradientReducer | OrderedSum
         if self._plan.batch_parts:
-            self._reducer = GradientParts(parameters, self._backend.comm, self._plan.grad_accum_steps)
+            self._reducer = OrderedSum(parameters, self._backend.comm, self._plan.grad_accum_steps)
             for parameter, gradient in self._reducer.by_parameter.items():
                 parameter.grad = gradient
             unfuse(optimizer)
@@ -42,7 +42,7 @@ class ReplicatedEngine(Engine):
             model.compile()
 
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
-        gradient = self._guard.poison(loss, weight * self._loss_scale())
+        gradient = self._guard.initial_gradient(loss, weight * self._loss_scale())
         self._reducer.backward(loss, gradient, self._micro_batch, retain_graph)
 
     def _loss_scale(self) -> Tensor:
@@ -54,7 +54,7 @@ class ReplicatedEngine(Engine):
     @torch.no_grad()
     def _update(self) -> tuple[Tensor, Tensor]:
         gradients, norm = self._reduce_gradients()
-        self._backend.watchdog.mark("updating the weights")
+        self._backend.watchdog.heartbeat("updating the weights")
         scale = self._loss_scale()
         if norm is None:
             norm, finite, divisor = scale.new_full((), torch.nan), all_finite(gradients), scale.float()

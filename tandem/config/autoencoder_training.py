@@ -19,14 +19,16 @@ from .converters import (
     two_fractions,
     width,
 )
-from .fields import Needs, above_0, flag, when
+from .fields import Requirement, above_0, flag, when
 
 _MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
 
 _PERCEPTUAL = when("perceptual", "vgg", "lpips")
 
 #: The requirement of flags for the validation.
-VALIDATION = Needs("valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None)
+VALIDATION = Requirement(
+    "valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None
+)
 
 
 @dataclass
@@ -38,7 +40,7 @@ class PerceptualFlags:
         "report LPIPS on the validation split with these weights: a file, a folder, or published, which fetches them",
         FILE,
         title="evaluation",
-        needs=VALIDATION,
+        requires=VALIDATION,
     )
     perceptual: str = flag(
         "none",
@@ -51,13 +53,13 @@ class PerceptualFlags:
         "weights of the perceptual network, a file or a folder (default: the published ones, fetched once into "
         "torch.hub's cache; with HF_HUB_OFFLINE=1 they must be there)",
         FILE,
-        needs=_PERCEPTUAL,
+        requires=_PERCEPTUAL,
     )
-    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, needs=_PERCEPTUAL)
+    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, requires=_PERCEPTUAL)
 
 
 @dataclass
-class AdversaryFlags(PerceptualFlags):
+class GANFlags(PerceptualFlags):
     """Flags of every script that trains against a discriminator (`tandem.training.losses.gan`). `generator_width` is
     the flag of the generator's first channels."""
 
@@ -68,16 +70,19 @@ class AdversaryFlags(PerceptualFlags):
         "what is trained: all, or the decoder alone; encoder and codes or latents then stay those of --init_from",
         choices=("all", "decoder"),
         title="model",
-        lasting=True,
+        fixed_on_resume=True,
     )
     discr_dim: int | None = flag(
-        None, "first channels of the discriminator (default: the generator's)", width, title="GAN", lasting=True
+        None, "first channels of the discriminator (default: the generator's)", width, title="GAN", fixed_on_resume=True
     )
     discr_layers: int = flag(
-        4, "halvings of the image by the discriminator; its side must be at least 4 x 2^N pixels", size, lasting=True
+        4,
+        "halvings of the image by the discriminator; its side must be at least 4 x 2^N pixels",
+        size,
+        fixed_on_resume=True,
     )
     discr_start_step: int = flag(
-        0, "updates before the discriminator takes part", step_count_or_0, also="discr_start_after_step"
+        0, "updates before the discriminator takes part", step_count_or_0, aliases="discr_start_after_step"
     )
     discr_learning_rate: float | None = flag(
         None, "learning rate of the discriminator (default: --learning_rate)", positive_float
@@ -103,7 +108,7 @@ class AdversaryFlags(PerceptualFlags):
         number_or("adaptive"),
     )
     gan_weight_max: float = flag(
-        1e4, "an adaptive --gan_weight is at most this", positive_float, needs=when("gan_weight", "adaptive")
+        1e4, "an adaptive --gan_weight is at most this", positive_float, requires=when("gan_weight", "adaptive")
     )
     gan_weight_scale: float | None = flag(
         None,
@@ -115,23 +120,23 @@ class AdversaryFlags(PerceptualFlags):
         "gradient penalty of the discriminator: one_centred pulls the norm of its gradient at real images "
         "to 1, zero_centred those at real and at generated images to 0",
         choices=("one_centred", "zero_centred"),
-        needs=above_0("penalty_weight"),
+        requires=above_0("penalty_weight"),
     )
     penalty_weight: float = flag(10.0, "weight of the discriminator's gradient penalty", non_negative_float)
     apply_grad_penalty_every: int = flag(
         4,
         "updates from one gradient penalty to the next, counted from the first update of the run",
         step_count,
-        needs=above_0("penalty_weight"),
-        also="apply_gradient_penalty_every",
+        requires=above_0("penalty_weight"),
+        aliases="apply_gradient_penalty_every",
     )
     lecam_weight: float = flag(0.0, "weight of the discriminator's LeCam regulariser", non_negative_float)
     lecam_decay: float = flag(
-        0.999, "decay per update of the averages in the LeCam regulariser", fraction, needs=above_0("lecam_weight")
+        0.999, "decay per update of the averages in the LeCam regulariser", fraction, requires=above_0("lecam_weight")
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Refuse --train decoder without a model, and fill in --discr_dim and --gan_weight_scale. Published trainers
         take the whole adaptive weight beside a perceptual loss; without one, an adversarial gradient as strong as that
         of the pixels undoes the reconstruction."""

@@ -6,15 +6,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .fields import Needs, flag, when
+from .fields import Requirement, flag, when
 
 # Headings in --help.
 ONE_EACH = "diffusion (one value for all Unets, or one for each)"
 SAME_FOR_ALL = "diffusion (the same for all Unets)"
 
-SEVERAL = Needs("image_sizes", "of several Unets", lambda args: len(args.image_sizes) > 1)
+SEVERAL = Requirement("image_sizes", "of several Unets", lambda args: len(args.image_sizes) > 1)
 BY_IMAGE, BY_TEXT = (
-    Needs("condition_on", f"{kind}, or image,text", when("condition_on", kind).is_met) for kind in ("image", "text")
+    Requirement("condition_on", f"{kind}, or image,text", when("condition_on", kind).is_met)
+    for kind in ("image", "text")
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from tandem.io.installed import command_of, shipped
-from tandem.io.reading import compose_yaml, words_of
+from tandem.io.reading import compose_yaml, error_text
 
 from .converters import config_value, no_choice
 
@@ -80,7 +80,7 @@ def converted(value: Any, action: argparse.Action) -> Any:
     try:
         node = yaml.compose(yaml.safe_dump(config_value(action, value)), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(words_of(error)) from None
+        raise ValueError(error_text(error)) from None
     assert node is not None
     return _convert(node, action)
 
@@ -89,7 +89,7 @@ def _read_mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         root = compose_yaml(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the config {path} as YAML: {words_of(error)}") from None
+        raise ValueError(f"cannot read the config {path} as YAML: {error_text(error)}") from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):

@@ -237,12 +237,12 @@ def config_value(action: argparse.Action, value: Any) -> Any:
     return action.type.text(value)
 
 
-def shown_default(action: argparse.Action) -> str:
+def format_default(action: argparse.Action) -> str:
     """The default of a flag as people write it; "" for none."""
     return _as_text(action, action.default)
 
 
-def said_as_flag(action: argparse.Action, value: Any) -> str:
+def format_flag(action: argparse.Action, value: Any) -> str:
     """A flag with a value as on a command line, such as "--dim 64"; "no --x" if the flag is to be left out."""
     flag = action.option_strings[0]
     if value is None or (value is False and not isinstance(action, argparse.BooleanOptionalAction)):

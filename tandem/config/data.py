@@ -20,7 +20,7 @@ from .converters import (
     several,
     size,
 )
-from .fields import DATA, Needs, flag, given, when, without
+from .fields import DATA, Requirement, flag, given, when, without
 
 _FOLDERS = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
 
@@ -46,23 +46,23 @@ class DatasetFlags:
         "four shards at a time, so that shards on servers are read as a whole; whole shards are then held out, too",
         choices=("samples", "shards"),
         title="shards and servers",
-        lasting=True,
+        fixed_on_resume=True,
     )
     cache_dir: str | None = flag(
         None,
         "folder on the local disk that keeps shards from servers, for all runs of this machine (default: none is kept)",
         FOLDER,
-        needs=when("shuffle", "shards"),
+        requires=when("shuffle", "shards"),
     )
     cache_gb: float = flag(
         50.0,
         "size of --cache_dir in GB; the shards that were read longest ago are deleted",
         positive_float,
-        needs=given("cache_dir", "FOLDER"),
+        requires=given("cache_dir", "FOLDER"),
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Let --dataset and the flag of the data exclude one another; the command line wins over a config file."""
         name, on_command_line = cls.data_flag, args.on_command_line
         unset = None if name in on_command_line and "dataset" not in on_command_line else parser.get_default(name)
@@ -73,7 +73,7 @@ class DatasetFlags:
             args.split_by = "shard"
 
 
-def place_of(args: argparse.Namespace, data_flag: str) -> str:
+def data_path(args: argparse.Namespace, data_flag: str) -> str:
     """The path of a run's samples for an example command: a placeholder if they are an own dataset."""
     return _FOLDERS[data_flag] if args.dataset else getattr(args, data_flag)
 
@@ -83,7 +83,9 @@ def _has_files(args: Any, *folders: str) -> bool:
     return any(not (getattr(args, name, None) or "demo:").startswith("demo:") for name in folders)
 
 
-_CUT = Needs(DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder", "image_folder"))
+_CUT = Requirement(
+    DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder", "image_folder")
+)
 
 
 @dataclass
@@ -95,14 +97,14 @@ class PictureFlags(DatasetFlags):
         "center",
         "where training cuts the square out of each picture, after its shorter side was resized",
         choices=("center", "random"),
-        needs=_CUT,
+        requires=_CUT,
     )
     crop_area: tuple[float, ...] | None = flag(
         None,
         "cut the square out of a random part of each picture in training that has this share of its area, such as "
         "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)",
         area_range,
-        needs=_CUT,
+        requires=_CUT,
     )
 
 
@@ -118,7 +120,7 @@ class ImageFlags(PictureFlags):
         "parquet files, or a manifest (csv, jsonl), also on a server (s3://...); demo:shapes draws images itself",
         PATH,
         title="images",
-        also="folder",
+        aliases="folder",
     )
     num_images_save: int = flag(4, "images in a sample grid; at most a batch if there is no validation split", size)
 
@@ -135,7 +137,7 @@ class ConditionedImageFlags(ImageFlags):
         "images itself",
         PATH,
         title="images",
-        also="webdataset_base_url",
+        aliases="webdataset_base_url",
     )
     start_shard: int = flag(0, "number of the first tar", non_negative_int)
     end_shard: int | None = flag(None, "number of the last tar (default: of all)", non_negative_int)
@@ -143,13 +145,13 @@ class ConditionedImageFlags(ImageFlags):
         6,
         "digits of the number that {} in --image_folder stands for",
         digit_count,
-        needs=Needs("image_folder", "with {} for the number", lambda args: "{}" in args.image_folder),
+        requires=Requirement("image_folder", "with {} for the number", lambda args: "{}" in args.image_folder),
     )
     random_flip: bool = flag(
         False, "mirror each training image with probability 1/2; only without captions and stored embeddings"
     )
     num_images_save: int = flag(
-        6, "images in a sample grid; at most a batch if there is no validation split", size, also="n_sample_images"
+        6, "images in a sample grid; at most a batch if there is no validation split", size, aliases="n_sample_images"
     )
 
     image_embeddings: str | None = flag(
@@ -158,21 +160,23 @@ class ConditionedImageFlags(ImageFlags):
         "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)",
         PATH,
         title="embeddings",
-        also="img_embeddings_url",
-        needs=(when("condition_on", "image"), without("clip")),
+        aliases="img_embeddings_url",
+        requires=(when("condition_on", "image"), without("clip")),
     )
     text_embeddings: str | None = flag(
         None,
         "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
         PATH,
-        also="text_embeddings_url",
-        needs=(when("condition_on", "text"), without("clip")),
+        aliases="text_embeddings_url",
+        requires=(when("condition_on", "text"), without("clip")),
     )
     index_width: int = flag(
         4,
         "digits at the end of an image's key that are the number of its row",
         digit_count,
-        needs=Needs("image_embeddings", "PATH", lambda args: bool(args.image_embeddings or args.text_embeddings)),
+        requires=Requirement(
+            "image_embeddings", "PATH", lambda args: bool(args.image_embeddings or args.text_embeddings)
+        ),
     )
     test_fraction: float = flag(
         0.1, "fraction of the data held out for a test, beside --valid_fraction; 0: none", fraction, title="splits"
@@ -192,24 +196,24 @@ class VideoFlags(PictureFlags):
         "webdataset tars, Arrow or parquet files, also on a server; demo:moving draws clips itself",
         PATH,
         title="videos",
-        also="dataset_folder",
+        aliases="dataset_folder",
     )
     num_frames: int = flag(17, "frames of a clip", size, metavar="FRAMES")
     fps: float | None = flag(
         None, "frames per second of a clip, chosen by time stamps (default: all frames of the file)", frame_rate
     )
-    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int, needs=without("fps"))
+    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int, requires=without("fps"))
     short_clips: str = flag(
         "repeat",
         "a video that is shorter than a clip is repeated, held at its last frame, or left out",
         choices=("repeat", "hold", "skip"),
-        needs=Needs(DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder")),
+        requires=Requirement(DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder")),
     )
     clip_starts: str = flag(
         "anywhere",
         "where clips begin in training: keyframe, the last key frame before a random time, is faster to read",
         choices=("anywhere", "keyframe"),
-        needs=Needs(DATA, "PATH", lambda args: _has_files(args, "video_folder")),
+        requires=Requirement(DATA, "PATH", lambda args: _has_files(args, "video_folder")),
     )
     image_folder: str | None = flag(
         None,
@@ -218,7 +222,7 @@ class VideoFlags(PictureFlags):
         PATH,
     )
     image_every: int = flag(
-        4, "with --image_folder, every N-th update is one of images", several, needs=given("image_folder", "PATH")
+        4, "with --image_folder, every N-th update is one of images", several, requires=given("image_folder", "PATH")
     )
     num_videos_save: int = flag(3, "clips in a sample picture; at most a batch if there is no validation split", size)
 
@@ -235,7 +239,7 @@ class SoundFlags(DatasetFlags):
         "on a server; demo:tones synthesises sounds",
         PATH,
         title="sounds and texts",
-        also="folder",
+        aliases="folder",
     )
     data_max_length: int | None = flag(
         None, "length of the clip in samples, instead of --clip_seconds", positive_int, metavar="SAMPLES"

@@ -30,9 +30,15 @@ class DecoderFlags:
     """Flags of the training and the evaluation of a cascade of Unets, used together with `DecoderConfig`."""
 
     image_cond_drop_prob: float = flag(
-        0.1, "share of samples trained without image embedding (guidance)", fraction, needs=BY_IMAGE, title="conditions"
+        0.1,
+        "share of samples trained without image embedding (guidance)",
+        fraction,
+        requires=BY_IMAGE,
+        title="conditions",
     )
-    text_cond_drop_prob: float = flag(0.5, "share of samples trained without text (guidance)", fraction, needs=BY_TEXT)
+    text_cond_drop_prob: float = flag(
+        0.5, "share of samples trained without text (guidance)", fraction, requires=BY_TEXT
+    )
     train_unets: list[int] | None = flag(
         None,
         "numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)",
@@ -46,30 +52,33 @@ class DecoderFlags:
         "whose shape the flags that are not given take over",
         FOLDER,
     )
-    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, also="lr")
+    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, aliases="lr")
     lr_warmup_steps: list[int] = per_unet(
-        [0], "updates of linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
+        [0], "updates of linear warm-up from 0, at most half of the run", step_count_or_0, aliases="warmup_steps"
     )
     weight_decay: list[float] = per_unet(
-        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
+        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, aliases="wd"
     )
     n_evaluation_samples: int = flag(
         0, "pictures of the validation split to draw and evaluate by the metrics below", size_or_0, title="evaluation"
     )
     evaluate_every_n_steps: int = flag(
-        0, "updates between two evaluations; 0: only at the end", step_count_or_0, needs=above_0("n_evaluation_samples")
+        0,
+        "updates between two evaluations; 0: only at the end",
+        step_count_or_0,
+        requires=above_0("n_evaluation_samples"),
     )
     fid_weights: str | None = flag(
         None,
         "report FID, KID and inception score by these weights: a file, or published, which fetches them",
         FILE,
-        needs=above_0("n_evaluation_samples"),
+        requires=above_0("n_evaluation_samples"),
     )
     lpips_weights: str | None = flag(
         None,
         "report LPIPS by these weights: a file, a folder, or published, which fetches them",
         FILE,
-        needs=above_0("n_evaluation_samples"),
+        requires=above_0("n_evaluation_samples"),
     )
     loss_weight: list[str] = per_unet(
         ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2"), title=ONE_EACH
@@ -86,17 +95,17 @@ class DecoderFlags:
         "of min_snr (Hang et al. 2023)",
         positive_float,
         title=SAME_FOR_ALL,
-        needs=when("loss_weight", "min_snr"),
+        requires=when("loss_weight", "min_snr"),
     )
     p2_loss_weight_gamma: float = flag(
-        1.0, "gamma of p2 (Choi et al. 2022)", non_negative_float, needs=when("loss_weight", "p2")
+        1.0, "gamma of p2 (Choi et al. 2022)", non_negative_float, requires=when("loss_weight", "p2")
     )
-    p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, needs=when("loss_weight", "p2"))
+    p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, requires=when("loss_weight", "p2"))
     vb_loss_weight: float = flag(
         0.001,
         "weight of the variational bound that trains a learned variance, as a sum over all levels",
         non_negative_float,
-        needs=when("learned_variance", 1),
+        requires=when("learned_variance", 1),
     )
     time_sampling: str = flag("uniform", "distribution of noise levels", choices=("uniform", "logit_normal"))
     logit_normal: list[float] = flag(
@@ -105,12 +114,12 @@ class DecoderFlags:
         any_float,
         nargs=2,
         metavar=("MEAN", "STD"),
-        needs=when("time_sampling", "logit_normal"),
+        requires=when("time_sampling", "logit_normal"),
     )
     stratified_times: bool = flag(
         True, "spread the noise levels of a batch evenly: less variance, the same expectation"
     )
-    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, needs=_BLURRED)
+    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, requires=_BLURRED)
     blur_sigma: list[float] = flag(
         [0.6],
         "width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least "
@@ -118,11 +127,11 @@ class DecoderFlags:
         positive_float,
         nargs="+",
         metavar="PIXELS",
-        needs=_BLURRED,
+        requires=_BLURRED,
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
         if args.random_crop_sizes[0]:
             crops = " ".join(map(str, args.random_crop_sizes))

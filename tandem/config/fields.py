@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-DATA = "DATA"  # in `Needs`, the flag of the data: `data_flag` of the dataclass of all flags
+DATA = "DATA"  # in `Requirement`, the flag of the data: `data_flag` of the dataclass of all flags
 
 
-class Needs(NamedTuple):
+class Requirement(NamedTuple):
     """A requirement without which a flag has no effect.
 
     Args:
@@ -27,29 +27,29 @@ class Needs(NamedTuple):
     is_met: Callable[[Any], bool]
 
 
-def when(flag: str, *values: Any) -> Needs:
+def when(flag: str, *values: Any) -> Requirement:
     """The flag has one of these values, or several values of which one is."""
 
     def is_met(args: Any) -> bool:
         value = getattr(args, flag)
         return any(element in values for element in (value if isinstance(value, (list, tuple)) else [value]))
 
-    return Needs(flag, " or ".join(map(str, values)), is_met)
+    return Requirement(flag, " or ".join(map(str, values)), is_met)
 
 
-def given(flag: str, what: str) -> Needs:
+def given(flag: str, what: str) -> Requirement:
     """The flag is given; `what` is a word for its value."""
-    return Needs(flag, what, lambda args: bool(getattr(args, flag)))
+    return Requirement(flag, what, lambda args: bool(getattr(args, flag)))
 
 
-def without(flag: str) -> Needs:
+def without(flag: str) -> Requirement:
     """The flag is not given, because it sets the same."""
-    return Needs(flag, "", lambda args: not getattr(args, flag))
+    return Requirement(flag, "", lambda args: not getattr(args, flag))
 
 
-def above_0(flag: str) -> Needs:
+def above_0(flag: str) -> Requirement:
     """The number of a flag is above 0."""
-    return Needs(flag, "above 0", lambda args: getattr(args, flag) > 0)
+    return Requirement(flag, "above 0", lambda args: getattr(args, flag) > 0)
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ class Flag:
 
     help: str
     convert: Callable[[str], Any] | None
-    also: tuple[str, ...]
-    needs: tuple[Needs, ...]
-    lasting: Callable[[Any], Any] | None
-    is_of_weights: bool
+    aliases: tuple[str, ...]
+    requires: tuple[Requirement, ...]
+    fixed_on_resume: Callable[[Any], Any] | None
+    is_architecture: bool
     title: str
     options: dict[str, Any]
 
 
-def itself(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """The value."""
     return value
 
@@ -76,10 +76,10 @@ def flag(
     help: str,
     convert: Callable[[str], Any] | None = None,
     *,
-    also: str | Sequence[str] = (),
-    needs: Needs | Sequence[Needs] = (),
-    lasting: bool | Callable[[Any], Any] = False,
-    in_weights: bool = False,
+    aliases: str | Sequence[str] = (),
+    requires: Requirement | Sequence[Requirement] = (),
+    fixed_on_resume: bool | Callable[[Any], Any] = False,
+    architecture: bool = False,
     title: str = "",
     **options: Any,
 ) -> Any:
@@ -91,20 +91,20 @@ def flag(
         help: A line of --help.
         convert: Converts text to the value, and has the `metavar` of --help (`converters`); without one the value is
             text, in lower case if there are `choices`.
-        also: Further names, such as that of a public trainer.
-        needs: Requirements without which it has no effect. Then it is refused on the command line, but not in a config
-            file, because that of a run holds every flag.
-        lasting: A resumed run may not change it, or the result of this function of it.
-        in_weights: Weights fit only models with the same value; a resumed run may not change it either.
+        aliases: Further names, such as that of a public trainer.
+        requires: Requirements without which it has no effect. Then it is refused on the command line, but not in a
+            config file, because that of a run holds every flag.
+        fixed_on_resume: A resumed run may not change it, or the result of this function of it.
+        architecture: Weights fit only models with the same value; a resumed run may not change it either.
         title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
         options: Others of argparse's: choices, metavar, nargs.
     """
-    names = (also,) if isinstance(also, str) else tuple(also)
-    requirements = (needs,) if isinstance(needs, Needs) else tuple(needs)
+    names = (aliases,) if isinstance(aliases, str) else tuple(aliases)
+    requirements = (requires,) if isinstance(requires, Requirement) else tuple(requires)
     if metavar := getattr(convert, "metavar", None):
         options.setdefault("metavar", metavar)
-    compare = lasting if callable(lasting) else itself if lasting or in_weights else None
-    spec = Flag(help, convert, names, requirements, compare, in_weights, title, options)
+    compare = fixed_on_resume if callable(fixed_on_resume) else identity if fixed_on_resume or architecture else None
+    spec = Flag(help, convert, names, requirements, compare, architecture, title, options)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={"flag": spec})
     return dataclasses.field(default=default, metadata={"flag": spec})
@@ -134,7 +134,7 @@ def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any
         options["action"] = argparse.BooleanOptionalAction if default else "store_true"
     elif convert is not None or "choices" in options:
         options["type"] = convert or str.lower
-    names = [f"--{alias}" for alias in (name, *spec.also)]
+    names = [f"--{alias}" for alias in (name, *spec.aliases)]
     return group.add_argument(*names, dest=name, default=default, help=spec.help, **options)
 
 
@@ -143,31 +143,31 @@ class ModelConfig:
     """Arguments of a model's constructor, which are flags of its script, too."""
 
     @classmethod
-    def of(cls, args: Any) -> Any:
+    def from_args(cls, args: Any) -> Any:
         """The configuration in a run's arguments; fields that are no flags have their defaults."""
         return cls(**{name: getattr(args, name) for _, name, _, _ in flags_of(cls)})
 
     @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         """The lasting flags that build a model of this `config` again. A run with the arguments `args` takes them from
         the model that it starts from."""
-        return {name: model[name] for _, name, spec, _ in flags_of(cls) if spec.lasting and name in model}
+        return {name: model[name] for _, name, spec, _ in flags_of(cls) if spec.fixed_on_resume and name in model}
 
     @classmethod
-    def idle(cls, args: Any) -> frozenset[str]:
+    def unused(cls, args: Any) -> frozenset[str]:
         """Names of fields that have no effect with the values of the other arguments."""
         return frozenset(
             name
             for _, name, spec, _ in flags_of(cls)
-            if any(need.value and hasattr(args, need.flag) and not need.is_met(args) for need in spec.needs)
+            if any(need.value and hasattr(args, need.flag) and not need.is_met(args) for need in spec.requires)
         )
 
     @classmethod
     def not_in_the_weights(cls) -> frozenset[str]:
         """Names of fields that have no effect on the weights."""
-        return frozenset(name for _, name, spec, _ in flags_of(cls) if not spec.is_of_weights)
+        return frozenset(name for _, name, spec, _ in flags_of(cls) if not spec.is_architecture)
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON types."""
         return {name: _to_plain(value) for name, value in dataclasses.asdict(self).items()}
 

@@ -15,8 +15,8 @@ from tandem.io.installed import HOME, IS_INSTALLED, installed_command
 from tandem.io.reading import printable
 from tandem.io.writing import open_standard_streams
 
-from .converters import config_names, config_value, nearest, no_choice, said_as_flag, shown_default
-from .fields import DATA, Flag, Needs, add_flag, flags_of
+from .converters import config_names, config_value, format_default, format_flag, nearest, no_choice
+from .fields import DATA, Flag, Requirement, add_flag, flags_of
 from .shell import HelpAll, Version, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
@@ -56,7 +56,7 @@ class HelpFormatter(argparse.HelpFormatter):
         text = action.help or ""
         if any(action.default is hidden for hidden in (None, False, argparse.SUPPRESS)) or "%(default)" in text:
             return text
-        return f"{text} (default: {shown_default(action)})"
+        return f"{text} (default: {format_default(action)})"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -91,7 +91,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.data_flag: str | None = None
         self._fields: dict[str, Flag] = {}
         #: Flags that a resumed run may not change: name -> function whose result for the value is compared.
-        self.lasting: dict[str, Callable[[Any], Any]] = {}
+        self.fixed_on_resume: dict[str, Callable[[Any], Any]] = {}
 
     def error(self, message: str, *, is_agreed: bool = False) -> NoReturn:
         """Print `prog: error: message` as one line on stderr, and exit with code 2.
@@ -127,9 +127,9 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_config(self, config: type) -> None:
         """Add a flag for each field of a dataclass (`tandem.config.fields`).
 
-        A class among its bases may have a classmethod `settle(args, parser)`, which is called with the result of every
-        `parse`: it fills in what depends on other flags, and refuses contradictions by `error`; and a class variable
-        `data_flag`, the name of the flag without which a script runs its demonstration.
+        A class among its bases may have a classmethod `validate(args, parser)`, which is called with the result of
+        every `parse`: it fills in what depends on other flags, and refuses contradictions by `error`; and a class
+        variable `data_flag`, the name of the flag without which a script runs its demonstration.
         """
         groups: dict[str, argparse._ArgumentGroup] = {}
         for title, name, spec, default in flags_of(config):
@@ -137,8 +137,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 groups[title] = self.add_argument_group(title)
             add_flag(groups[title], name, spec, default)
             self._fields[name] = spec
-            if spec.lasting:
-                self.lasting[name] = spec.lasting
+            if spec.fixed_on_resume:
+                self.fixed_on_resume[name] = spec.fixed_on_resume
         self.config, self.data_flag = config, getattr(config, "data_flag", None)
 
     def parse(
@@ -151,10 +151,10 @@ class ArgumentParser(argparse.ArgumentParser):
         or samples of another flag, because the user would take the result for a model of the user's data.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
-        `on_command_line`, that of those set in `argv`, `said_as`, the alias that was used for each of them, `script`,
-        the script's file name, `lasting`, as the attribute, `config_in_force`, a line that names the file that was
-        read, or None, and `resumed`, None until `launch.start_training` sets it to config.yaml of a resumed run. An
-        error ends the process through `error`.
+        `on_command_line`, that of those set in `argv`, `aliases_used`, the alias that was used for each of them,
+        `script`, the script's file name, `fixed_on_resume`, as the attribute, `config_note`, a line that names the
+        file that was read, or None, and `resumed`, None until `launch.start_training` sets it to config.yaml of a
+        resumed run. An error ends the process through `error`.
         """
         data = [str(self.data_flag), "dataset"]
         if demonstration:
@@ -180,8 +180,8 @@ class ArgumentParser(argparse.ArgumentParser):
         explicit = {**settings, **values}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
-        args.script, args.config_in_force, args.lasting = self._script, note, dict(self.lasting)
-        args.said_as, args.resumed = {**keys, **aliases}, None
+        args.script, args.config_note, args.fixed_on_resume = self._script, note, dict(self.fixed_on_resume)
+        args.aliases_used, args.resumed = {**keys, **aliases}, None
         if not getattr(args, "init_from", None):  # with it, `adopt` validates
             self._validate(args)
         return args
@@ -190,10 +190,10 @@ class ArgumentParser(argparse.ArgumentParser):
         """Fill in values that follow from other flags, and refuse contradictions and, on the command line, flags
         without effect. A config file may have them, because config.yaml of a run holds every flag."""
         for base in self.config.__mro__ if self.config else ():
-            if "settle" in vars(base):
-                vars(base)["settle"].__func__(self.config, args, self)
+            if "validate" in vars(base):
+                vars(base)["validate"].__func__(self.config, args, self)
         for name, spec in self._fields.items():
-            for requirement in spec.needs:
+            for requirement in spec.requires:
                 if name in args.on_command_line and not requirement.is_met(args):
                     self._refuse_idle(args, name, requirement)
 
@@ -214,10 +214,10 @@ class ArgumentParser(argparse.ArgumentParser):
         model_values = {  # without those that the weights do not depend on and the user has set
             name: values[name]
             for name, spec in self._fields.items()
-            if name in values and (spec.is_of_weights or name not in args.explicit)
+            if name in values and (spec.is_architecture or name not in args.explicit)
         }
         model_args = argparse.Namespace(**vars(args))  # the arguments, if all values of the model are taken
-        model_args.on_command_line, model_args.lasting = frozenset(), dict(args.lasting)
+        model_args.on_command_line, model_args.fixed_on_resume = frozenset(), dict(args.fixed_on_resume)
         vars(model_args).update(self._convert(model_values, source))
         defaults = {name: getattr(args, name) for name in model_values if name not in args.explicit}
         vars(args).update({name: getattr(model_args, name) for name in defaults})
@@ -236,8 +236,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _as_flags(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
         """The arguments of these names that have an effect, as a command line gives them; others would be refused."""
-        idle = self.config.idle(args)
-        return [said_as_flag(self._config_flags[name], getattr(args, name)) for name in names if name not in idle]
+        idle = self.config.unused(args)
+        return [format_flag(self._config_flags[name], getattr(args, name)) for name in names if name not in idle]
 
     def _convert(self, flags: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Values of JSON's types from ``source``, converted as their flags do it."""
@@ -296,14 +296,14 @@ class ArgumentParser(argparse.ArgumentParser):
         for name in set(active) - {winner}:
             setattr(args, name, off[name])
 
-    def _refuse_idle(self, args: argparse.Namespace, flag: str, requirement: Needs) -> NoReturn:
+    def _refuse_idle(self, args: argparse.Namespace, flag: str, requirement: Requirement) -> NoReturn:
         other = self.data_flag if requirement.flag == DATA else requirement.flag
         value = getattr(args, str(other))
         values = value if isinstance(value, list) else [value]
         value_text = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in values)
         state = f"without --{other}" if value is None else f"with --{other} {value_text}"
         advice = f"it out, or give --{other} {requirement.value}" if requirement.value else "out one of them"
-        self.error(f"--{args.said_as.get(flag, flag)} has no effect {state}; leave {advice}")
+        self.error(f"--{args.aliases_used.get(flag, flag)} has no effect {state}; leave {advice}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.

@@ -61,7 +61,7 @@ def instead_of(name: str, script: str) -> str | None:
 
 def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:
     """What a run trains on that is given a public name of gradient accumulation, in one line; None for others."""
-    name = args.said_as.get("grad_accum_steps", "grad_accum_steps")
+    name = args.aliases_used.get("grad_accum_steps", "grad_accum_steps")
     if name == "grad_accum_steps":
         return None
     batch, steps = args.batch_size, args.grad_accum_steps

@@ -32,7 +32,7 @@ from .converters import (
     words,
     worker_count,
 )
-from .fields import Needs, flag, given, when
+from .fields import Requirement, flag, given, when
 
 if TYPE_CHECKING:
     from tandem.distributed import Backend
@@ -51,7 +51,7 @@ class ClipFlags:
         "token",
         NAME,
         title="embeddings",
-        needs=Needs(
+        requires=Requirement(
             "condition_on",
             "image or text, or give --n_evaluation_samples",
             lambda args: bool(args.condition_on or args.n_evaluation_samples),
@@ -62,7 +62,7 @@ class ClipFlags:
         "weights for --clip: a file of safetensors or a plain state dict, or the name that open_clip has for published "
         "ones, such as laion2b_s32b_b82k, which are fetched once (default: openai)",
         FILE,
-        needs=given("clip", "NAME"),
+        requires=given("clip", "NAME"),
     )
 
 
@@ -85,7 +85,7 @@ class ScheduleFlags:
         "--lr_cosine alone: cosine",
         _parse_shape,
         choices=tuple(SHAPES),
-        also="lr_cosine",
+        aliases="lr_cosine",
         nargs="?",
         const="cosine",
         title="schedule",
@@ -96,9 +96,9 @@ class ScheduleFlags:
 class RateFlags(ScheduleFlags):
     """Flags of every script with one learning rate that is warmed up (`tandem.schedules`)."""
 
-    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
+    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", aliases="lr")
     lr_warmup_steps: int = flag(
-        0, "linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
+        0, "linear warm-up from 0, at most half of the run", step_count_or_0, aliases="warmup_steps"
     )
 
 
@@ -128,7 +128,11 @@ class RunFlags:
     """Flags of every script."""
 
     output_dir: str = flag(
-        "runs/", "run folder; a run in it goes on", FOLDER, title="run", also=("results_folder", "checkpoints_folder")
+        "runs/",
+        "run folder; a run in it goes on",
+        FOLDER,
+        title="run",
+        aliases=("results_folder", "checkpoints_folder"),
     )
     config: str | None = flag(None, "YAML file of flags without dashes; flags on the command line override it", FILE)
     fresh: bool = flag(False, "start over; a run in --output_dir is renamed to DIR.old-N")
@@ -149,7 +153,7 @@ class RunFlags:
         "updates after which the run ends, if --epochs does not end it before; as --num_train_steps without --epochs, "
         "this number alone ends it",
         step_count,
-        also="num_train_steps",
+        aliases="num_train_steps",
     )
     max_minutes: float | None = flag(
         None,
@@ -162,7 +166,7 @@ class RunFlags:
         8, "samples per update, over all processes and micro-batches", size, metavar="SAMPLES", title="optimisation"
     )
     grad_accum_steps: int = flag(
-        1, "gradient accumulation: micro-batches per update, on each process", size, also="grad_accum_every"
+        1, "gradient accumulation: micro-batches per update, on each process", size, aliases="grad_accum_every"
     )
     max_grad_norm: float = flag(0.0, "clip the gradient to this 2-norm; 0: no clipping", non_negative_float)
     ema_decay: float = flag(0.0, "decay per update of a moving average of the weights; 0: no average", fraction)
@@ -190,12 +194,12 @@ class RunFlags:
     num_workers: int = flag(
         2, "loader processes per training process; 0: load in the training process", worker_count, title="data loading"
     )
-    valid_fraction: float = flag(0.05, "fraction held out for validation; 0: none", fraction, also="valid_frac")
+    valid_fraction: float = flag(0.05, "fraction held out for validation; 0: none", fraction, aliases="valid_frac")
     valid_folder: str | None = flag(
         None, "another set of the same kind, all of which is the validation split, instead of --valid_fraction", PATH
     )
     split_seed: int | None = flag(
-        None, "seed that chooses the validation split (default: --seed)", non_negative_int, also="random_split_seed"
+        None, "seed that chooses the validation split (default: --seed)", non_negative_int, aliases="random_split_seed"
     )
     valid_samples: int | None = flag(
         None,
@@ -204,7 +208,7 @@ class RunFlags:
         "a tenth of the samples that are trained on between two validations)",
         non_negative_int,
         metavar="SAMPLES",
-        also="validation_samples",
+        aliases="validation_samples",
     )
     on_bad_sample: str = flag(
         "replace",
@@ -219,10 +223,13 @@ class RunFlags:
         title="validation and logging",
     )
     validate_every_n_steps: int = flag(
-        100, "updates between two validations; 0: only at the end", step_count_or_0, also="validate_every_step"
+        100, "updates between two validations; 0: only at the end", step_count_or_0, aliases="validate_every_step"
     )
     sample_every_n_steps: int = flag(
-        100, "updates between two pictures in samples/; 0: only at the end", step_count_or_0, also="save_results_every"
+        100,
+        "updates between two pictures in samples/; 0: only at the end",
+        step_count_or_0,
+        aliases="save_results_every",
     )
     profile_steps: tuple[int, int] | None = flag(
         None,
@@ -234,23 +241,23 @@ class RunFlags:
         (), "trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb", Names("tensorboard", "wandb")
     )
     wandb_project: str | None = flag(
-        None, "project on Weights & Biases (default: wandb's own choice)", NAME, needs=_WANDB, also="project_name"
+        None, "project on Weights & Biases (default: wandb's own choice)", NAME, requires=_WANDB, aliases="project_name"
     )
-    wandb_entity: str | None = flag(None, "user or team of the project (default: wandb's login)", NAME, needs=_WANDB)
+    wandb_entity: str | None = flag(None, "user or team of the project (default: wandb's login)", NAME, requires=_WANDB)
     wandb_name: str | None = flag(
         None,
         "name on Weights & Biases (default: its folder's)",
         NAME,
-        needs=_WANDB,
-        also=("run_name", "wandb_run_name"),
+        requires=_WANDB,
+        aliases=("run_name", "wandb_run_name"),
     )
-    wandb_tags: tuple[str, ...] | None = flag(None, "tags of the run on Weights & Biases", words, needs=_WANDB)
+    wandb_tags: tuple[str, ...] | None = flag(None, "tags of the run on Weights & Biases", words, requires=_WANDB)
     save_every_n_steps: int = flag(
         100,
         "updates between two checkpoints; 0: only at the end",
         step_count_or_0,
         title="checkpoints",
-        also=("save_model_every", "checkpoint_every_step"),
+        aliases=("save_model_every", "checkpoint_every_step"),
     )
     save_every_minutes: float = flag(
         20.0,
@@ -264,8 +271,8 @@ class RunFlags:
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        if args.said_as.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
+    def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        if args.aliases_used.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
             args.epochs = ENDLESS
         if not args.save_every_n_steps and "save_every_minutes" not in args.explicit:
             args.save_every_minutes = 0.0

@@ -23,7 +23,7 @@ _reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 @dataclass(frozen=True)
 class BadSample:
     """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
-    that is `Incomplete`. `traceback` is that of an error in a user's code."""
+    that is `SampleIncomplete`. `traceback` is that of an error in a user's code."""
 
     index: int
     path: str
@@ -35,7 +35,7 @@ class BadSample:
         return f"{self.path}: {self.reason}"
 
 
-class Raised(ValueError):
+class UserCodeError(ValueError):
     """An error of a user's own code, in one line; `traceback` is Python's text about it."""
 
     def __init__(self, text: str, traceback: str = "") -> None:
@@ -43,15 +43,15 @@ class Raised(ValueError):
         self.traceback = traceback
 
 
-class Unsuitable(ValueError):
+class SampleSkipped(ValueError):
     """A readable sample that the user does not want: another takes its place, and it does not count as bad."""
 
 
-class Incomplete(Unsuitable):
+class SampleIncomplete(SampleSkipped):
     """A sample that lacks an embedding or enough pixels, for example: it is counted, but not reported by name."""
 
 
-class NotASample(ValueError):
+class BadDatasetItem(ValueError):
     """A user's dataset returned something that the script cannot train on. Its code has to be changed, so no other
     sample takes its place."""
 
@@ -127,7 +127,7 @@ class BadSampleLog:
 
 @contextlib.contextmanager
 def partly_read() -> Iterator[list[str]]:
-    """Collect the reasons that decoders give by `tell_partly_read` for reading a file only in part."""
+    """Collect the reasons that decoders give by `report_partly_read` for reading a file only in part."""
     reasons: list[str] = []
     token = _reasons.set(reasons)
     try:
@@ -136,7 +136,7 @@ def partly_read() -> Iterator[list[str]]:
         _reasons.reset(token)
 
 
-def tell_partly_read(reason: str) -> None:
+def report_partly_read(reason: str) -> None:
     """Add a reason to the list of the enclosing `partly_read`, if there is one."""
     if (reasons := _reasons.get()) is not None:
         reasons.append(reason)

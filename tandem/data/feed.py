@@ -19,19 +19,19 @@ from tandem.data.sources.files import is_address
 from tandem.devices import has_pinned_memory
 from tandem.io.reading import counted, printable
 
-from .bad_samples import BadSample, BadSampleLog, Raised
-from .fields import Joined, Samples
+from .bad_samples import BadSample, BadSampleLog, UserCodeError
+from .fields import ConcatSamples, SampleDataset
 from .sampling import order
 from .sources import remote
 
 if TYPE_CHECKING:
     from tandem.distributed import Backend
 
-Batch = dict[str, Any]  # see `Feed`; of what fields give, every entry has one element per sample
+Batch = dict[str, Any]  # see `TrainingData`; of what fields give, every entry has one element per sample
 _SAMPLES_PER_VALID_SAMPLE = 10  # training samples between validations per sample of one, by default
 
 
-class Feed:
+class TrainingData:
     """Opens a data set, splits it by seed, and gives each process its part of every batch. All processes must call the
     same methods in the same order.
 
@@ -55,27 +55,27 @@ class Feed:
 
     def __init__(
         self,
-        open_samples: Callable[[], Samples],
+        open_samples: Callable[[], SampleDataset],
         args: argparse.Namespace,
         processes: Backend,
         *,
         noun: str,
         source: str,
-        open_second: Callable[[], Samples] | None = None,
+        open_second: Callable[[], SampleDataset] | None = None,
         second_every: int = 1,
-        open_valid: Callable[[], Samples] | None = None,
+        open_valid: Callable[[], SampleDataset] | None = None,
     ) -> None:
         self._args, self._processes, self.noun, self._source = args, processes, noun, source
         self._valid_source = args.valid_folder if open_valid else ""
         self._has_shown_traceback = False
         with self._raise_on_all_ranks():
-            processes.working("listing the samples")
+            processes.heartbeat("listing the samples", is_uninterrupted=True)
             self.first = self.samples = first = open_samples()
             second, self.valid_samples = (None if opens is None else opens() for opens in (open_second, open_valid))
             for extra in (second, self.valid_samples):
-                self.samples = self.samples if extra is None else Joined(self.samples, extra)
+                self.samples = self.samples if extra is None else ConcatSamples(self.samples, extra)
         views = processes.gather_objects((len(self.samples), self.samples.fingerprint, socket.gethostname()))
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             sources = " and ".join(filter(None, [source, self._valid_source]))
             _check_views(views, f"{noun}s in {sources}")
             self.train_set, self.valid_set, self.test_set = divided(first, args, source)
@@ -148,7 +148,7 @@ class Feed:
         self.batches = iter(self._training)
         # On all ranks, because reading the first batch may fail on some of them only.
         with self._raise_on_all_ranks():
-            self._processes.mark("loading the first batch")
+            self._processes.heartbeat("loading the first batch")
             batch = next(self.batches)
         return self._receive_batch(batch)
 
@@ -157,7 +157,7 @@ class Feed:
         with self._processes.waiting_for("data"):
             try:
                 batch = next(self.batches)
-            except Raised as error:
+            except UserCodeError as error:
                 self._show_traceback(error.traceback)
                 raise
         return self._receive_batch(batch)
@@ -203,7 +203,7 @@ class Feed:
                     self._show_traceback(sample.traceback)
         self._unreported.clear()
         if self.bad_samples.are_too_many:  # on every process, because all know the same samples
-            with self._processes.agreement():
+            with self._processes.raise_on_all_ranks():
                 self.bad_samples.check()
 
     @contextlib.contextmanager
@@ -211,10 +211,10 @@ class Feed:
         """Raise a ValueError of one process on all. The first rank whose user's dataset failed prints its traceback."""
         traceback = ""
         try:
-            with self._processes.agreement():
+            with self._processes.raise_on_all_ranks():
                 try:
                     yield
-                except Raised as error:
+                except UserCodeError as error:
                     traceback = error.traceback
                     raise
         except ValueError:  # on all processes
@@ -267,7 +267,7 @@ def _validated_samples(n: int, args: argparse.Namespace) -> int:
     return min(n, max(limit, args.batch_size)) if limit else n
 
 
-def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
+def divided(samples: SampleDataset, args: argparse.Namespace, source: str) -> order.Split:
     """The splits for training, validation and test. Raises ValueError, in one line, if there are too few samples, or
     flags need shards and there are none."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
@@ -282,7 +282,7 @@ def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Sp
 
 
 def _make_fetcher(
-    samples: Samples, ranges: Sequence[range], args: argparse.Namespace
+    samples: SampleDataset, ranges: Sequence[range], args: argparse.Namespace
 ) -> Callable[[Sequence[range]], None] | None:
     """A function that fetches training shards from a server into the cache before they are read; None if no shard is on
     a server or there is no cache. Raises ValueError, in one line."""

@@ -1,5 +1,5 @@
 """Fields: what a script decodes from each record. A field states what it reads from a source, and the key of its random
-augmentation, so every field works with every source. `Samples`: a source and the fields of its records."""
+augmentation, so every field works with every source. `SampleDataset`: a source and the fields of its records."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tandem.data.decoding.images import ENDINGS as IMAGE_ENDINGS
 from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_row
 from tandem.data.sources.demo import FRAMES_PER_SECOND
 from tandem.data.sources.own import ITEM
-from tandem.data.sources.record import Entry, Record, Source, Wanted
+from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
 
-from .bad_samples import NotASample
+from .bad_samples import BadDatasetItem
 from .decoding import sounds, videos
 from .hashing import Draws, derive_key
 from .sources import own
 from .tokenizers import Tokenizer
 
-TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
+TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
 
 
 class Field:
     """The content that a script takes from each record. `fingerprint` identifies what the field found in its source."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> FieldSpec:
         raise NotImplementedError
 
-    #: Item of a user's dataset -> its content for this field. Raises `NotASample` if it has another form.
+    #: Item of a user's dataset -> its content for this field. Raises `BadDatasetItem` if it has another form.
     of_item: ClassVar[Callable[..., Any]]
 
     fingerprint: str = ""
@@ -46,7 +46,7 @@ class Field:
 
     def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:
         """The sample's entries of the batch. With `augment`, random choices depend only on the field's seed and (epoch,
-        index); without, there are none. Raises OSError, ValueError, in one line, or `Incomplete`."""
+        index); without, there are none. Raises OSError, ValueError, in one line, or `SampleIncomplete`."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class ImageField(Field):
         channels: 3 (RGB) or 4 (RGBA).
         flip: Whether half of the augmented images are mirrored left to right.
         enlarge: Whether images whose shorter side has fewer than `image_size` pixels are enlarged; else they are
-            `Incomplete`.
+            `SampleIncomplete`.
         crop: How augmented images are cropped; others get the centre crop. Images of a demonstration are not cropped.
         resize: How images that are not augmented are resized (`decode_image`).
     """
@@ -75,7 +75,7 @@ class ImageField(Field):
         if self.channels not in (3, 4):
             raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
 
-    wanted: ClassVar[Wanted] = Wanted(
+    wanted: ClassVar[FieldSpec] = FieldSpec(
         "image", "image", IMAGE_ENDINGS, (*own.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )
 
@@ -85,7 +85,7 @@ class ImageField(Field):
         cut, resize = (self.crop.cut(epoch, index), OURS) if augment else (None, self.resize)
         options = (self.image_size, self.channels, self.enlarge, cut, resize)
         content = self.found(record)
-        if isinstance(content, Entry):
+        if isinstance(content, FileRef):
             image = decode_image(content, *options)
         elif isinstance(content, Image.Image):
             image = decode_picture(content, *options)
@@ -111,17 +111,17 @@ class ClipField(Field):
     flip: bool = False
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> FieldSpec:
         # An image is too short for a clip: skip it by its ending.
         takes_images = self.clips.short_clips != "skip" or self.clips.num_frames == 1
-        return Wanted(
+        return FieldSpec(
             "clip", "video", videos.ENDINGS, ("video", "clip", "mp4", "webm", "mkv"), feature="Video",
             further=IMAGE_ENDINGS if takes_images else (),
         )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         content = self.found(record)
-        if isinstance(content, Entry):
+        if isinstance(content, FileRef):
             clip = self.clips.load(content, index, epoch, augment)
         elif isinstance(content, own.Video):
             clip = self._make_clip(content, index, epoch, augment)
@@ -135,7 +135,7 @@ class ClipField(Field):
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video, see `ClipDecoder.frames`; of an endless demonstration, those of a clip."""
         content = record[self.wanted.name]
-        if isinstance(content, Entry):
+        if isinstance(content, FileRef):
             return self.clips.frames(content, multiple)
         return ((frame, FRAMES_PER_SECOND / self._frames_per_step) for frame in self._draw_clip(content).unbind(1))
 
@@ -173,14 +173,14 @@ class SoundField(Field):
     clips: sounds.ClipDecoder
     most: int | None = None
 
-    wanted: ClassVar[Wanted] = Wanted(
+    wanted: ClassVar[FieldSpec] = FieldSpec(
         "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio",
         further=sounds.FURTHER_ENDINGS,
     )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         content = self.found(record)
-        if not isinstance(content, Entry):
+        if not isinstance(content, FileRef):
             clip = content(self.clips.sample_rate, self.clips.clip_samples)
             return {"waveforms": clip[None] if self.most else clip}
         if self.most:
@@ -198,7 +198,7 @@ class TextsField(Field):
     tokenizer: Tokenizer
     seed: int = 0
 
-    wanted: ClassVar[Wanted] = TEXTS
+    wanted: ClassVar[FieldSpec] = TEXTS
 
     of_item = staticmethod(own.texts_of)
 
@@ -218,7 +218,7 @@ class TextsField(Field):
 class CaptionsField(Field):
     """ "captions": those of a sound, none if they cannot be read."""
 
-    wanted: ClassVar[Wanted] = TEXTS
+    wanted: ClassVar[FieldSpec] = TEXTS
     of_item = staticmethod(own.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
@@ -235,11 +235,11 @@ class CaptionField(Field):
 
     tokenize: Callable[[Sequence[str]], Tensor] | None = None
 
-    wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".txt",), TEXT_KEYS, as_cells=True)
+    wanted: ClassVar[FieldSpec] = FieldSpec("texts", "caption", (".txt",), TEXT_KEYS, as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         caption = self.found(record)
-        if isinstance(caption, Entry):
+        if isinstance(caption, FileRef):
             caption = read_sentence(caption)
         elif not isinstance(caption, str):
             caption = next(iter(texts_of_row(caption or {}).captions), "")
@@ -251,7 +251,7 @@ class CaptionField(Field):
 def texts_of(content: Any) -> Texts:
     """The captions and the class of a sound, from the texts of its record. Raises OSError or ValueError, in one line,
     if there is no caption."""
-    texts = read_texts(content) if isinstance(content, Entry) else content
+    texts = read_texts(content) if isinstance(content, FileRef) else content
     texts = texts if isinstance(texts, Texts) else texts_of_row(texts or {})
     if not texts.captions:
         hint = ": there is neither a .txt nor a .json beside it" if content is None else ""
@@ -259,14 +259,14 @@ def texts_of(content: Any) -> Texts:
     return texts
 
 
-class Samples:
+class SampleDataset:
     """A numbered set of samples. Two sets with equal `fingerprint` have the same samples, by their names, in the same
     order; `skipped` is a line about files that are no samples, or "".
 
     The main field comes first in `fields`, but is decoded last, so that cheap fields fail before it is decoded.
     """
 
-    def __init__(self, source: Source, fields: Sequence[Field]) -> None:
+    def __init__(self, source: RecordSource, fields: Sequence[Field]) -> None:
         self.source, self.fields = source, list(fields)
         self.describe, self.name, self.skipped = source.describe, source.name, source.skipped
         self.fingerprint = source.fingerprint + "".join(field.fingerprint for field in fields)
@@ -280,15 +280,15 @@ class Samples:
         record = self.source.record(index, epoch, augment)
         try:
             parts = [field.load(record, index, epoch, augment) for field in reversed(self.fields)]
-        except NotASample as error:
-            raise NotASample(f"--dataset: {self.describe(index)} {error}") from None
+        except BadDatasetItem as error:
+            raise BadDatasetItem(f"--dataset: {self.describe(index)} {error}") from None
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
 
-class Joined(Samples):
+class ConcatSamples(SampleDataset):
     """The samples of two sets as one: those of `first`, then those of `second`."""
 
-    def __init__(self, first: Samples, second: Samples) -> None:
+    def __init__(self, first: SampleDataset, second: SampleDataset) -> None:
         self.first, self.second = first, second
         self.fingerprint = first.fingerprint + second.fingerprint
         self.skipped = "; ".join(filter(None, (first.skipped, second.skipped)))
@@ -308,6 +308,6 @@ class Joined(Samples):
         samples, index = self._locate(index)
         return samples.name(index)
 
-    def _locate(self, index: int) -> tuple[Samples, int]:
+    def _locate(self, index: int) -> tuple[SampleDataset, int]:
         n = len(self.first)
         return (self.first, index) if index < n else (self.second, index - n)

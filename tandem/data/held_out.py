@@ -13,14 +13,14 @@ from tandem.data.sources.files import is_address
 from tandem.data.sources.own import data_of
 
 from .feed import divided
-from .fields import Joined, Samples
+from .fields import ConcatSamples, SampleDataset
 from .sets import images_of, videos_of
 
 
-class Part(Samples):
+class Part(SampleDataset):
     """Some samples of a set, by their indices."""
 
-    def __init__(self, samples: Samples, indices: Iterable[int]) -> None:
+    def __init__(self, samples: SampleDataset, indices: Iterable[int]) -> None:
         self._samples, self._indices = samples, array("q", indices)
         self.fingerprint = samples.fingerprint + hashlib.sha256(self._indices.tobytes()).hexdigest()
         self.skipped = samples.skipped
@@ -38,16 +38,16 @@ class Part(Samples):
         return self._samples.name(self._indices[index])
 
 
-class Divided(NamedTuple):
+class DataSplit(NamedTuple):
     """The samples that a run trains on, those that it holds out for validation and test, in the order of its data, and
     the fingerprint of the set before the split."""
 
-    trained: Samples
-    held_out: Samples
+    trained: SampleDataset
+    held_out: SampleDataset
     fingerprint: str
 
 
-def divided_by(run: argparse.Namespace, **image_options: Any) -> Divided:
+def divided_by(run: argparse.Namespace, **image_options: Any) -> DataSplit:
     """The current data of a run with these arguments; `image_options`: see `images_of`. Raises ValueError, in one line,
     if there are no such samples or too few."""
     is_video = run.data_flag == "video_folder"
@@ -55,17 +55,17 @@ def divided_by(run: argparse.Namespace, **image_options: Any) -> Divided:
     spec = data_of(run, run.data_flag)
     samples = open_set(spec)
     train, *other_splits = divided(samples, run, str(spec))
-    train_samples: Samples = Part(samples, map(train.at, range(len(train))))
+    train_samples: SampleDataset = Part(samples, map(train.at, range(len(train))))
     held_out_indices = sorted(indices.at(i) for indices in other_splits for i in range(len(indices)))
-    held_out_samples: Samples = Part(samples, held_out_indices)
+    held_out_samples: SampleDataset = Part(samples, held_out_indices)
     if run.valid_folder:
-        held_out_samples = Joined(held_out_samples, open_set(run.valid_folder))
+        held_out_samples = ConcatSamples(held_out_samples, open_set(run.valid_folder))
     if is_video and run.image_folder:
-        train_samples = Joined(train_samples, images_of(run)(run.image_folder))
-    return Divided(train_samples, held_out_samples, samples.fingerprint)
+        train_samples = ConcatSamples(train_samples, images_of(run)(run.image_folder))
+    return DataSplit(train_samples, held_out_samples, samples.fingerprint)
 
 
-def count_trained_on(run: argparse.Namespace, samples: Samples, data: str) -> tuple[int, str | None]:
+def count_trained_on(run: argparse.Namespace, samples: SampleDataset, data: str) -> tuple[int, str | None]:
     """How many of the samples, which are in `data`, a run with these arguments trains on, compared by path; and the
     fingerprint of its data, None if its folders cannot share files with `data` and were not listed. Raises what
     `divided_by` raises, and ValueError, in one line, if there are no paths to compare."""

@@ -15,10 +15,10 @@ from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_de
 from tandem.data.sources.embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from tandem.data.sources.opening import open_source
 from tandem.data.sources.own import OwnData, OwnSource, data_of
-from tandem.data.sources.record import Source, Wanted
+from tandem.data.sources.record import FieldSpec, RecordSource
 
 from .decoding import sounds, videos
-from .feed import Feed
+from .feed import TrainingData
 from .fields import (
     CaptionField,
     CaptionsField,
@@ -26,7 +26,7 @@ from .fields import (
     Field,
     ImageField,
     OneFrameField,
-    Samples,
+    SampleDataset,
     SoundField,
     TextsField,
 )
@@ -41,7 +41,7 @@ _LARGEST_CLIP_BYTES = 1 << 32
 _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
 
 
-def open_records(spec: Spec, field_specs: Sequence[Wanted], kind: str, seed: int, **numbers: Any) -> Source:
+def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **numbers: Any) -> RecordSource:
     """The source that a flag names: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
     (`OwnData`); or a path, see `open_source`. No sample is opened.
 
@@ -59,34 +59,34 @@ def open_records(spec: Spec, field_specs: Sequence[Wanted], kind: str, seed: int
 
 
 def _open_feed(
-    open_set: Callable[..., Samples],
+    open_set: Callable[..., SampleDataset],
     args: argparse.Namespace,
     processes: Backend,
     flag: str,
     noun: str,
     train_options: Mapping[str, Any] = {},
     **feed_options: Any,
-) -> Feed:
+) -> TrainingData:
     """The feed of --dataset or the value of a flag, opened with `train_options`, and of --valid_folder."""
     spec = data_of(args, flag)
     open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
     feed_options = {"source": str(spec), "noun": noun, "open_valid": open_valid, **feed_options}
-    return Feed(partial(open_set, spec, **train_options), args, processes, **feed_options)
+    return TrainingData(partial(open_set, spec, **train_options), args, processes, **feed_options)
 
 
-def open_images(spec: Spec, field: type[ImageField] = ImageField, **options: Any) -> Samples:
+def open_images(spec: Spec, field: type[ImageField] = ImageField, **options: Any) -> SampleDataset:
     """A set of images: see `open_records` for `spec` and what is raised, and `ImageField` for the arguments."""
     fields = [field(**options)]
-    return Samples(open_records(spec, [fields[0].wanted], "shapes", fields[0].seed), fields)
+    return SampleDataset(open_records(spec, [fields[0].wanted], "shapes", fields[0].seed), fields)
 
 
-def images_of(args: argparse.Namespace, **options: Any) -> Callable[..., Samples]:
+def images_of(args: argparse.Namespace, **options: Any) -> Callable[..., SampleDataset]:
     """A function that opens sets of images by the flags of a run; `options`: further arguments of `ImageField`."""
     return partial(open_images, **_picture_options(args, args.image_size), **options)
 
 
-def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) -> Feed:
-    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `Feed` raises."""
+def image_data(args: argparse.Namespace, processes: Backend, channels: int = 3) -> TrainingData:
+    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `TrainingData` raises."""
     return _open_feed(images_of(args, channels=channels), args, processes, "image_folder", "image")
 
 
@@ -96,7 +96,7 @@ def _picture_options(args: argparse.Namespace, image_size: int) -> dict[str, Any
     return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
 
 
-def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **options: Any) -> Samples:
+def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **options: Any) -> SampleDataset:
     """A set of clips, "videos", in which an image is a video of one frame: see `open_records` for `spec` and what is
     raised, `ClipField` for `flip`, and `ClipDecoder` for the others."""
     if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
@@ -108,19 +108,19 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
     source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
     if not isinstance(source, DemoSource | OwnSource):
         videos.require_decoder()
-    return Samples(source, fields)
+    return SampleDataset(source, fields)
 
 
-def videos_of(args: argparse.Namespace) -> Callable[..., Samples]:
+def videos_of(args: argparse.Namespace) -> Callable[..., SampleDataset]:
     """A function that opens sets of clips by the flags of a run."""
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
     clip_options = {name: getattr(args, name) for name in names}
     return partial(open_videos, **_picture_options(args, args.image_size), **clip_options)
 
 
-def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
+def video_data(args: argparse.Namespace, processes: Backend) -> TrainingData:
     """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
-    images, as clips of one frame. Validation is of videos only. Raises what `Feed` raises."""
+    images, as clips of one frame. Validation is of videos only. Raises what `TrainingData` raises."""
     feed_options = dict[str, Any]()
     if args.image_folder:
         sources = f"{data_of(args, 'video_folder')} and {args.image_folder}"
@@ -131,7 +131,7 @@ def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
 
 def open_sounds(
     spec: Spec, *, sample_rate: int, clip_seconds: float, tokenizer: Tokenizer | None = None, seed: int = 0
-) -> Samples:
+) -> SampleDataset:
     """A set of sounds, "waveforms", and, with a tokenizer, their texts: see `open_records` for `spec` and what is
     raised, `SoundField` and `TextsField`. With a tokenizer, a set without any caption is refused."""
     clip_samples = round(clip_seconds * sample_rate)
@@ -149,25 +149,25 @@ def open_sounds(
             "to be a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, "
             f"captions, text or caption_1{source.skipped and f'; {source.skipped}'}"
         )
-    return Samples(source, fields)
+    return SampleDataset(source, fields)
 
 
-def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> Samples:
+def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> SampleDataset:
     """A set of sounds, each by at most `most` clips, and their captions: see `open_records` for `spec` and what is
     raised, and `SoundField`."""
     fields = [SoundField(clips, most), CaptionsField()]
-    return Samples(_open_sound_source(spec, fields), fields)
+    return SampleDataset(_open_sound_source(spec, fields), fields)
 
 
-def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Source:
+def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> RecordSource:
     source = open_records(spec, [field.wanted for field in fields], "tones", seed)
     if not isinstance(source, DemoSource):
         sounds.require_decoders()
     return source
 
 
-def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> Feed:
-    """The feed of a script that trains on sounds and captions. Raises what `Feed` raises."""
+def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> TrainingData:
+    """The feed of a script that trains on sounds and captions. Raises what `TrainingData` raises."""
     options = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
     return _open_feed(partial(open_sounds, **options, tokenizer=tokenizer), args, processes, "audio_data", "sound")
 
@@ -185,10 +185,10 @@ def open_conditioned(
     seed: int = 0,
     crop: Crop = CENTER,
     **numbers: Any,
-) -> Samples:
+) -> SampleDataset:
     """A set of "images" with "captions" and the conditions of a model: see `open_records` for `spec` and `numbers`.
-    Images whose shorter side has fewer than `image_size` pixels are `Incomplete`, and crops are not smaller either: a
-    generative model would learn the blur of enlarged images.
+    Images whose shorter side has fewer than `image_size` pixels are `SampleIncomplete`, and crops are not smaller
+    either: a generative model would learn the blur of enlarged images.
 
     Args:
         takes: Which kinds of embeddings the model takes.
@@ -230,7 +230,7 @@ def open_conditioned(
     is_own = isinstance(source, OwnSource)
     if flip and ((takes and not tokenize) or (not is_own and has(source, "texts"))):
         raise ValueError(_NO_FLIP)
-    return Samples(source, fields)
+    return SampleDataset(source, fields)
 
 
 def decoder_feed(
@@ -241,38 +241,38 @@ def decoder_feed(
     takes_image: bool = True,
     takes_text: bool = False,
     **options: Any,
-) -> Feed:
+) -> TrainingData:
     """The feed of a script that trains on conditioned images; `widths_of` gives the widths of its conditions.
-    `options`: "longest_text" and "tokenize", see `open_conditioned`. Raises what `Feed` raises."""
+    `options`: "longest_text" and "tokenize", see `open_conditioned`. Raises what `TrainingData` raises."""
     takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
     names = ("index_width", "start_shard", "end_shard", "shard_width")
     train_options = {"rows": rows, **{name: getattr(args, name) for name in names}}
     open_set = partial(open_conditioned, **_picture_options(args, image_size), takes=takes, **options)
     feed = _open_feed(open_set, args, processes, "image_folder", "image", train_options)
-    with processes.agreement():
+    with processes.raise_on_all_ranks():
         if feed.valid_samples is not None:
             _check_widths(feed.valid_samples, feed.first, args.valid_folder)
     return feed
 
 
-def widths_of(samples: Samples) -> dict[str, Any]:
+def widths_of(samples: SampleDataset) -> dict[str, Any]:
     """The shape of each condition of a sample: "image_embed", d; "text_encodings", (L, d); None where a set has none or
     they are not used."""
     shapes = _embedding_shapes(samples)
     return {"image_embed": shapes.get(IMAGE, (None,))[0], "text_encodings": shapes.get(TEXT)}
 
 
-def _embedding_shapes(samples: Samples) -> dict[Kind, tuple[Any, ...]]:
+def _embedding_shapes(samples: SampleDataset) -> dict[Kind, tuple[Any, ...]]:
     return {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
 
 
-def has(source: Source, name: str) -> bool:
+def has(source: RecordSource, name: str) -> bool:
     """Whether any record holds something of this name."""
     return bool(source.examples(name))
 
 
-def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:
+def _check_widths(valid: SampleDataset, trained: SampleDataset, folder: str) -> None:
     """Raise ValueError if the embeddings for validation have another width than those for training."""
     for kind in KINDS:
         width, expected = (_embedding_shapes(samples).get(kind, (None,))[-1] for samples in (valid, trained))

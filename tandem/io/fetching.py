@@ -70,7 +70,7 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def fetched(file: Published, mark: Callable[[], None] = lambda: None) -> Path:
+def fetch_file(file: Published, heartbeat: Callable[[], None] = lambda: None) -> Path:
     """The file in the cache; if it is missing, one of the processes that request it fetches it. A download without the
     published size and checksum is deleted. A line states the file, its source and its destination.
 
@@ -84,10 +84,10 @@ def fetched(file: Published, mark: Callable[[], None] = lambda: None) -> Path:
 
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path = folder / file.names[0]
-    return _fetch_once(path, str(file), lambda: file.inside(folder), lambda: _fetch(file, path, mark), mark)
+    return _fetch_once(path, str(file), lambda: file.inside(folder), lambda: _fetch(file, path, heartbeat), heartbeat)
 
 
-def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] = lambda: None) -> Path:
+def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None) -> Path:
     """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; as `fetched`, with the
     Hub's checksum.
 
@@ -98,7 +98,7 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
 
     class HeartbeatBar(hub.utils.tqdm):  # type: ignore[name-defined]
         def update(self, n: float | None = 1) -> bool | None:
-            mark()
+            heartbeat()
             return super().update(n)
 
     address = hub.hf_hub_url(model, name)
@@ -123,7 +123,7 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
         except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
 
-    return _fetch_once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
+    return _fetch_once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, heartbeat)
 
 
 def hub_library(purpose: str) -> Any:
@@ -150,7 +150,11 @@ def _hub_checksum(path: Path, expected: str) -> str:
 
 
 def _fetch_once(
-    path: Path, description: str, find: Callable[[], Path | None], fetch: Callable[[], None], mark: Callable[[], None]
+    path: Path,
+    description: str,
+    find: Callable[[], Path | None],
+    fetch: Callable[[], None],
+    heartbeat: Callable[[], None],
 ) -> Path:
     """The file that `find` returns, after one process has called `fetch` if necessary. `path` names the lock file."""
     if file := find():
@@ -161,7 +165,7 @@ def _fetch_once(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # released even if the process is killed
-            has_waited = _lock_file(lock.fileno(), mark)
+            has_waited = _lock_file(lock.fileno(), heartbeat)
             if file := find():
                 return file
             if has_waited and (reason := os.pread(lock.fileno(), _LONGEST_REASON, 0)):
@@ -183,7 +187,7 @@ def _fetch_once(
     return file
 
 
-def _lock_file(lock: int, mark: Callable[[], None]) -> bool:
+def _lock_file(lock: int, heartbeat: Callable[[], None]) -> bool:
     """Lock a file; returns whether another process held the lock."""
     has_waited = False
     while True:
@@ -191,13 +195,13 @@ def _lock_file(lock: int, mark: Callable[[], None]) -> bool:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             has_waited = True
-            mark()
+            heartbeat()
             time.sleep(0.1)
         else:
             return has_waited
 
 
-def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
+def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:
     """Raises ValueError, in words, if the server does not give the file, and OSError if the disk does not take it."""
     mirror = os.environ.get(MIRROR)
     if mirror and "@" in urlsplit(mirror).netloc:
@@ -209,7 +213,7 @@ def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
             with replacing(path) as temporary, create(temporary) as target, _progress_bar(file.size) as progress:
                 length, digest = 0, hashlib.sha256()
                 for block in _download(address):
-                    mark()
+                    heartbeat()
                     progress.update(len(block))
                     length += len(block)
                     if length > file.size:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from .archive import AS_STATE_DICT, Ignored, check_sizes
-from .fetching import Published, fetched
+from .fetching import Published, fetch_file
 from .weights import first_names, read_content
 
 VGG16 = Published(
@@ -33,9 +33,9 @@ _USUAL_PARTS = ("state_dict", "model_state_dict", "model", "module", "weights")
 PUBLISHED = "published"
 
 
-def weights_of(file: Published, source: str, mark: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+def weights_of(file: Published, source: str, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
     """Tensors by name of the user's file, or of the published one. Raises ValueError, in one line."""
-    return read_state_dict(fetched(file, mark) if source == PUBLISHED else Path(source), published=str(file))
+    return read_state_dict(fetch_file(file, heartbeat) if source == PUBLISHED else Path(source), published=str(file))
 
 
 def read_state_dict(

@@ -208,7 +208,7 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
     return _parse_yaml(path, lambda loader, node: node)
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The text of an error, in one line; for a system error, the system's reason."""
     text = str(getattr(error, "strerror", None) or error)
     if number := _OS_ERROR.search(text):
@@ -250,7 +250,7 @@ def _parse_yaml(path: str | Path, use: Any) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except damages as error:
-        raise ValueError(words_of(error)) from None
+        raise ValueError(error_text(error)) from None
 
 
 def _check_aliases(root: Any) -> None:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from . import writing
-from .reading import words_of
+from .reading import error_text
 
 
 def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -29,4 +29,4 @@ def replacing(path: Path) -> Iterator[Path]:
         with writing.replacing(path) as temporary:
             yield temporary
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for disk errors
-        raise OSError(f"cannot write {path}: {words_of(error)}") from None
+        raise OSError(f"cannot write {path}: {error_text(error)}") from None

@@ -50,7 +50,7 @@ class Pretrained(nn.Module):
     """Arguments that have no effect on the weights, so `load_weights_from` accepts a model that differs in them."""
 
     @classmethod
-    def made(cls: type[Self], arguments: Mapping[str, Any]) -> Self:
+    def from_dict(cls: type[Self], arguments: Mapping[str, Any]) -> Self:
         """The model of this `config`. Raises TypeError for an unknown name, and what the constructor raises."""
         return cls(cls.Config(**arguments))
 
@@ -106,7 +106,7 @@ class Pretrained(nn.Module):
 
     def _architecture(self) -> dict[str, Any]:
         """The constructor arguments on which the weights depend."""
-        ignored = self.not_in_the_weights | self.Config.idle(SimpleNamespace(**self.config))
+        ignored = self.not_in_the_weights | self.Config.unused(SimpleNamespace(**self.config))
         return {name: value for name, value in self.config.items() if name not in ignored}
 
     @classmethod
@@ -124,21 +124,21 @@ class Pretrained(nn.Module):
             check_arguments(config, weights)
             if bad_weight := next((name for name in weights if not weights[name].isfinite().all()), None):
                 raise ValueError(f"{bad_weight} is not finite")
-            return build_with_weights(lambda: cls.made(config), weights).eval()
+            return build_with_weights(lambda: cls.from_dict(config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
 
 
 def build_in_memory(model_class: type[Self], /, **arguments: Any) -> Self:
-    """``model_class.made(arguments)``, after a check that its weights fit into the memory of this machine.
+    """``model_class.from_dict(arguments)``, after a check that its weights fit into the memory of this machine.
 
     Raises:
         ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
             as ``model_class``.
     """
     check_arguments(arguments)
-    build_on_meta(lambda: model_class.made(arguments))
-    return model_class.made(arguments)
+    build_on_meta(lambda: model_class.from_dict(arguments))
+    return model_class.from_dict(arguments)
 
 
 def class_of(name: str, source: Path) -> type[Pretrained]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tandem.io.reading import counted, open_regular, parse_json, words_of
+from tandem.io.reading import counted, error_text, open_regular, parse_json
 
 POINTS = 500  # a longer curve has at least so many, and less than twice as many
 MOST_METRICS = 400  # of a run; the memory grows with them
@@ -139,7 +139,7 @@ class MetricsFile:
             is_finished = (self.path.parent / "model" / "training.json").exists()
             self._failure = "metrics.jsonl is missing: no curves" if is_finished else ""
         except (OSError, ValueError) as error:
-            self._failure = f"metrics.jsonl cannot be read: {words_of(error)}"
+            self._failure = f"metrics.jsonl cannot be read: {error_text(error)}"
 
     def _read_tail(self, file: BinaryIO) -> bytes:
         """The bytes of the file just before the next one to read."""

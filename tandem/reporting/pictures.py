@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.io.reading import counted, read_bytes, words_of
+from tandem.io.reading import counted, error_text, read_bytes
 
 _NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
 _LARGE_BYTES, _LONGEST_SIDE = 200_000, 1600  # a larger file becomes WebP of such a side, if that is smaller
@@ -30,7 +30,7 @@ def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str
     try:
         paths = [*folder.iterdir()] if folder.is_dir() else []
     except OSError as error:
-        return [], [f"samples/ cannot be read: {words_of(error)}"]
+        return [], [f"samples/ cannot be read: {error_text(error)}"]
     matches = ((_NAME.fullmatch(path.name), path) for path in paths)
     files = sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
     steps = sorted({step for step, _, _ in files})
@@ -42,7 +42,7 @@ def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str
                 status = path.stat()
                 content = encoded(path, status.st_mtime_ns, status.st_size)
             except (OSError, ValueError) as error:
-                content = {"error": words_of(error)[:200]}
+                content = {"error": error_text(error)[:200]}
             pictures.append({"step": step, "model": model, **content})
     note = f"pictures of {len(shown_steps)} of {counted(len(steps), 'update')}; --pictures shows more"
     notes = [note] if len(shown_steps) < len(steps) else []
@@ -87,7 +87,7 @@ def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
                         content, kind, shape = buffer.getvalue(), "webp", image.size
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         is_unknown = type(error).__name__ == "UnidentifiedImageError"
-        raise ValueError("it is no PNG" if is_unknown else words_of(error)) from None
+        raise ValueError("it is no PNG" if is_unknown else error_text(error)) from None
     source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     key = hashlib.sha256(content).hexdigest()[:32]
     return {"src": source, "key": key, "width": shape[0], "height": shape[1]}

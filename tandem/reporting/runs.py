@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.io.reading import read_json_or_empty, read_yaml, words_of
+from tandem.io.reading import error_text, read_json_or_empty, read_yaml
 from tandem.io.writing import is_left_behind
 from tandem.training.metrics.directions import FAULTS
 from tandem.training.run_folder.starts import script_of, starts
@@ -110,7 +110,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     except FileNotFoundError:
         return {}, ["config.yaml is missing"]
     except (OSError, ValueError) as error:
-        return {}, [f"config.yaml cannot be read: {words_of(error)[:300]}"]
+        return {}, [f"config.yaml cannot be read: {error_text(error)[:300]}"]
     if not isinstance(config, dict):
         return {}, ["config.yaml holds no settings"]
     return {str(name)[:_LONGEST_VALUE]: value for name, value in config.items()}, []

@@ -28,10 +28,10 @@ class Cascade:
         self._decoder, self._engines = decoder, dict(engines)
 
     @contextmanager
-    def gathered(self) -> Iterator[Any]:
+    def full_weights(self) -> Iterator[Any]:
         """The decoder with the full weights on every process, to read and evaluate, not to change. Collective."""
         with ExitStack() as stack:
-            unets = {index: stack.enter_context(engine.gathered()) for index, engine in self._engines.items()}
+            unets = {index: stack.enter_context(engine.full_weights()) for index, engine in self._engines.items()}
             yield self._replace_unets(unets)
 
     # The methods of an engine. Names begin with that of the Unet, as "unets.1.to_out.weight".
@@ -45,27 +45,27 @@ class Cascade:
     def is_sharded(self) -> bool:
         return any(engine.is_sharded for engine in self._engines.values())
 
-    def blank_copy(self) -> Any:
-        unets = {index: engine.blank_copy() for index, engine in self._engines.items()}
+    def empty_copy(self) -> Any:
+        unets = {index: engine.empty_copy() for index, engine in self._engines.items()}
         return copy.deepcopy(self._replace_unets(unets)).float().requires_grad_(False)
 
     def _replace_unets(self, unets: Mapping[int, Any]) -> Decoder:
         """The decoder with these in the place of its trained Unets."""
         return self._decoder.with_unets([unets.get(index, unet) for index, unet in enumerate(self._decoder.unets)])
 
-    def held_weights(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         weights = {name: tensor.detach() for name, tensor in self._decoder.state_dict().items()}
         for index, engine in self._engines.items():
-            weights |= {f"unets.{index}.{name}": tensor for name, tensor in engine.held_weights().items()}
+            weights |= {f"unets.{index}.{name}": tensor for name, tensor in engine.local_shards().items()}
         return weights
 
-    def whole_weight(self, name: str, local: Tensor) -> Tensor:
+    def unshard(self, name: str, local: Tensor) -> Tensor:
         engine, unet_name = self._owner(name)
-        return engine.whole_weight(unet_name, local) if engine else local
+        return engine.unshard(unet_name, local) if engine else local
 
-    def held_part(self, name: str, full: Tensor) -> Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         engine, unet_name = self._owner(name)
-        return engine.held_part(unet_name, full) if engine else full
+        return engine.shard(unet_name, full) if engine else full
 
     def _owner(self, name: str) -> tuple[Any, str]:
         """The engine that trains a weight of the decoder, None if none does, and its name in the Unet."""

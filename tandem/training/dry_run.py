@@ -42,7 +42,7 @@ def folder_beside(output_dir: str, processes: Backend) -> str:
         UserMistake: one line, if it cannot be made.
     """
     path = None
-    with processes.agreement():
+    with processes.raise_on_all_ranks():
         if processes.is_root:
             parent = Path(os.path.abspath(output_dir)).parent
             missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
@@ -70,7 +70,7 @@ def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
     lock.close()
 
 
-def rehearse(
+def run_dry(
     run: Run, actions: Sequence[Action], batch: Any, kind: Callable[[int, Any], Hashable]
 ) -> Iterator[tuple[int, Any]]:
     """Yields updates as `tandem.training.loop.updates`, then does each of `actions` once, measurements first, and

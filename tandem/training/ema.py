@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .cascade import Cascade
 
-Gathered = Callable[[], AbstractContextManager[Any]]
+OpenModel = Callable[[], AbstractContextManager[Any]]
 
 _LENGTH_PREFIX = "ema_"  # before the length, in the name of an average
 _TENSORS_AT_ONCE = 32  # moved by the same launches on a GPU; their differences are the memory that an update takes
@@ -35,18 +35,18 @@ class AveragedModel:
 
     def __init__(self, weights: Engine | Cascade) -> None:
         self._weights = weights
-        self.module = weights.blank_copy().eval()
+        self.module = weights.empty_copy().eval()
         self._parameters = dict(self.module.named_parameters())
-        local_weights = weights.held_weights()
+        local_weights = weights.local_shards()
         self._local = {name: local_weights[name].detach().to(torch.float32, copy=True) for name in self._parameters}
         self.device = next(iter(self._local.values())).device
         self._empty_parameters()
 
     @contextmanager
-    def gathered(self) -> Iterator[Any]:
+    def full_weights(self) -> Iterator[Any]:
         """The averaged model, whole on every process, to read and evaluate, not to change. Collective."""
         for name, parameter in self._parameters.items():
-            parameter.data = self._weights.whole_weight(name, self._local[name])
+            parameter.data = self._weights.unshard(name, self._local[name])
         try:
             yield self.module
         finally:
@@ -73,7 +73,7 @@ class AveragedModel:
     def state(self) -> dict[str, Any]:
         """Averages and buffers by name. A sharded weight is a function that returns it whole; all processes call these
         functions in the same order."""
-        unshard, is_sharded = self._weights.whole_weight, self._weights.is_sharded
+        unshard, is_sharded = self._weights.unshard, self._weights.is_sharded
         averages = {name: partial(unshard, name, local) if is_sharded else local for name, local in self._local.items()}
         return {name: averages.get(name, tensor) for name, tensor in self.module.state_dict().items()}
 
@@ -86,7 +86,7 @@ class AveragedModel:
             raise ValueError(f"the averaged weights do not fit the model: {names[0]} is {fault} ({len(names)} in all)")
         for name, tensor in tensors.items():
             try:
-                local = self._weights.held_part(name, state[name]) if name in self._local else state[name]
+                local = self._weights.shard(name, state[name]) if name in self._local else state[name]
                 if local.shape != tensor.shape:
                     raise ValueError(f"the shape {tuple(local.shape)} is not the model's {tuple(tensor.shape)}")
             except ValueError as error:
@@ -123,7 +123,7 @@ class Average:
         set: its update was skipped and does not count. Without flags none was skipped. Collective."""
         if not self._averages:
             return
-        local_weights = self._weights.held_weights()
+        local_weights = self._weights.local_shards()
         flags = skipped or [torch.tensor(False)] * len(self._updates)
         for (part, updates), flag in zip(self._updates.items(), flags, strict=True):
             is_made = ~flag.to(updates.device)
@@ -131,10 +131,10 @@ class Average:
             for name, average in self._averages.items():
                 average.move_towards(local_weights, torch.where(is_made, self._shares[name](updates), 0.0), part)
 
-    def averages(self) -> dict[str, Gathered]:
+    def averages(self) -> dict[str, OpenModel]:
         """Models to evaluate beside the trained one, by name ("ema", or "ema_0.05" for each length): in the context of
         averages()[name]() the averaged model is whole on every process. Collective."""
-        return {name: average.gathered for name, average in self._averages.items()}
+        return {name: average.full_weights for name, average in self._averages.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """`live_state` with the tensors themselves. Collective."""
@@ -201,13 +201,13 @@ def power_of_time(length: float) -> Callable[[Tensor], Tensor]:
     return lambda n: 1 - (1 - 1 / n) ** (exponent + 1)
 
 
-def kept_weights(engine: Engine | Cascade, average: Average) -> AbstractContextManager[Any]:
+def final_weights(engine: Engine | Cascade, average: Average) -> AbstractContextManager[Any]:
     """Context of the model that the run keeps, whole on every process, to read and evaluate, not to change: the first
     average of the engine's weights, or without one these weights. Collective."""
-    return next(iter(average.averages().values()), engine.gathered)()
+    return next(iter(average.averages().values()), engine.full_weights)()
 
 
-def kept_metric(average: Average, name: str) -> str:
+def final_metric(average: Average, name: str) -> str:
     """The name of that model's validation metric: "valid/ema/psnr", or "valid/psnr" without an average."""
     return "/".join(["valid", *list(average.averages())[:1], name])
 

@@ -118,8 +118,8 @@ class Generation:
         noise = noise_of(self._seed, numbers, self._processes.device)
 
         def report_step(done: int, total: int) -> None:
-            self._processes.mark("drawing pictures")
-            if self._processes.stop.is_asked_here:
+            self._processes.heartbeat("drawing pictures")
+            if self._processes.stop.is_requested_here:
                 raise _Abandoned
 
         report_step(0, 0)
@@ -133,7 +133,10 @@ class Generation:
         size = min(chunk, count)
         for round_start in range(0, count, self._processes.world_size * size):
             start = round_start + self._processes.rank * size
-            with self._processes.agreement(), suppress(_Abandoned):  # some processes may have none left, and wait
+            with (
+                self._processes.raise_on_all_ranks(),
+                suppress(_Abandoned),
+            ):  # some processes may have none left, and wait
                 if start < count:
                     draw(range(start, start + size))
             self._feed.ask()

@@ -14,8 +14,8 @@ from PIL import Image
 
 from tandem.io.exits import AskedToStop
 
-from .dry_run import rehearse
-from .ema import Average, kept_weights
+from .dry_run import run_dry
+from .ema import Average, final_weights
 from .garbage import collected_together
 
 if TYPE_CHECKING:
@@ -55,9 +55,10 @@ class Evaluation:
         validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
             process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is the
             number of the newest update, from 0, as the loop yields it.
-        draw: ({"online": model, "ema": average}, samples of `Feed.preview`, step) -> the picture for samples/, alone or
-            with further files (`Sample`). The averages have the names that `average.averages` gives them; there may be
-            none. Called on the root alone, where it must not contain collectives; see `drawn_together`.
+        draw: ({"online": model, "ema": average}, samples of `TrainingData.preview`, step) -> the picture for samples/,
+            alone or with further files (`Sample`). The averages have the names that `average.averages` gives them;
+            there may be none. Called on the root alone, where it must not contain collectives; see
+            `is_collective_draw`.
         write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
             The first one also writes best/. The model is the average if there is one.
         best: Keeps the model of the best validation, if the script wants it.
@@ -81,13 +82,13 @@ class Evaluation:
     picture_name: str = "reconstructions"
     use: Sequence[str] = ()
     watch: Callable[[int, Mapping[str, Any]], Sequence[str]] = lambda step, line: ()
-    drawn_together: bool = False
+    is_collective_draw: bool = False
 
     def __post_init__(self) -> None:
         assert self.write or not self.best, "best/ is written by the first function of `write`"
 
 
-def kept_model(models: Mapping[str, Any]) -> Any:
+def final_model(models: Mapping[str, Any]) -> Any:
     """Choose from the models that `Evaluation.draw` gets the one that the run keeps: the first average if there is
     any."""
     return next((model for name, model in models.items() if name != "online"), models["online"])
@@ -158,20 +159,20 @@ def _updates(
     all_actions = actions(run, evaluations, samples, extra_actions)
     try:
         if run.args.dry_run:
-            yield from rehearse(run, all_actions, batch, update_kind)
+            yield from run_dry(run, all_actions, batch, update_kind)
             return
         if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
             with run.clock.paused():
                 _run_actions(run, evaluations, [action for action in _due(run, all_actions) if action.measures])
         while not run.progress.finished:
             run.tell("update", batch)
-            run.processes.norms_are_logged = run.line_due
+            run.processes.norms_are_logged = run.is_line_due
             step = run.progress.step
             with run.profiler.update(step + 1), run.operations.update(update_kind(step, batch)):
                 yield step, batch
             run.advance()
             run.tell("updated", batch)
-            run.look_at_clock()
+            run.check_clock()
             due_actions = _due(run, all_actions)
             is_measuring = any(action.measures for action in due_actions)
             stop = run.stop_requested(now=is_measuring)
@@ -235,9 +236,9 @@ def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
     for evaluation in evaluations:
         run.feed.ask()
         with ExitStack() as stack, torch.no_grad():
-            contexts = {"online": evaluation.engine.gathered, **evaluation.average.averages()}
+            contexts = {"online": evaluation.engine.full_weights, **evaluation.average.averages()}
             models = {name: stack.enter_context(gather()) for name, gather in contexts.items()}
-            if run.is_root or evaluation.drawn_together:
+            if run.is_root or evaluation.is_collective_draw:
                 sample = evaluation.draw(models, samples, run.progress.step - 1)
                 if run.is_root:
                     run.log_sample(evaluation.picture_name, sample, evaluation.name)
@@ -247,7 +248,7 @@ def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, floa
     with run.clock.validating() as share:
         values = {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
     if not run.progress.finished:  # at the end, advice comes too late, and a validation may have more samples
-        run.tell_of_validations(share())
+        run.report_validation_share(share())
     return values
 
 
@@ -258,7 +259,7 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     values = _validate_versions(run, evaluation, "valid")
     if best := evaluation.best:
         (write, *_) = evaluation.write.values()
-        with kept_weights(evaluation.engine, evaluation.average) as model:
+        with final_weights(evaluation.engine, evaluation.average) as model:
             step, write_model = run.progress.step, partial(run.writing, "the best model", partial(write, model))
             best.save_if_better(values, step, write_model, run.folder.check_is_here)
         run.warn(best.failure)
@@ -274,7 +275,7 @@ def _validate_versions(run: Run, evaluation: Evaluation, prefix: str) -> dict[st
     values: dict[str, float] = {}
     base = "/".join(filter(None, [prefix, evaluation.name]))
     averages = {f"{base}/{name}": gather for name, gather in evaluation.average.averages().items()}
-    for prefix, gather in {base: evaluation.engine.gathered, **averages}.items():
+    for prefix, gather in {base: evaluation.engine.full_weights, **averages}.items():
         with gather() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
             for name, value in evaluation.validate(model, run.progress.step - 1).items():
                 if isinstance(value, Image.Image):

@@ -16,7 +16,7 @@ from PIL import Image
 from tandem.config.public_names import batch_arithmetic
 from tandem.devices import has_pinned_memory
 from tandem.io.exits import AskedToStop, Failed
-from tandem.io.reading import counted, words_of
+from tandem.io.reading import counted, error_text
 from tandem.training.checkpoint.averages import AverageFiles
 from tandem.training.checkpoint.format import damaged
 from tandem.training.checkpoint.models import MODELS, Models
@@ -29,9 +29,9 @@ from tandem.training.logging.progress import (
     Progress,
     ProgressDisplay,
     changes,
-    described,
+    closing_lines,
+    describe_part,
     duration,
-    last_words,
     length_of,
     plain,
     total_steps_from,
@@ -43,10 +43,10 @@ from tandem.training.run_folder.starts import end_start
 from tandem.training.visuals.images import Sample, to_png
 
 from .dry_run import folder_beside
-from .ema import kept_weights
+from .ema import final_weights
 
 if TYPE_CHECKING:
-    from tandem.data.feed import Feed
+    from tandem.data.feed import TrainingData
     from tandem.distributed import Backend
 
     from .loop import Evaluation
@@ -76,7 +76,7 @@ class Run:
         args: argparse.Namespace,
         settings: Mapping[str, Any],
         processes: Backend,
-        feed: Feed,
+        feed: TrainingData,
         *,
         models: Mapping[str, Any],
         columns: Sequence[str] = (),
@@ -85,11 +85,11 @@ class Run:
         self._model_descriptions, self._columns = Models(models), columns
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
-        with processes.agreement():  # of its own, because links may differ between machines
+        with processes.raise_on_all_ranks():  # of its own, because links may differ between machines
             check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _SAMPLE_FOLDER_FLAGS})
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
         self.folder = RunFolder(args.output_dir, processes, fresh=args.fresh and not processes.is_restart)
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if processes.is_root:
                 self.folder.check_script(args.script)
             wandb_names = {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")}
@@ -110,7 +110,7 @@ class Run:
         limits = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
         self.clock, self._is_late = Clock(processes, *limits), False
         self._has_reported_validations = False
-        #: Whether a checkpoint is due by --save_every_minutes; `look_at_clock` sets it on all processes.
+        #: Whether a checkpoint is due by --save_every_minutes; `check_clock` sets it on all processes.
         self.is_save_due, self._next_clock_step = False, 0
         #: Values of the evaluation of the checkpoint's update, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
@@ -158,14 +158,14 @@ class Run:
         return self.processes.is_root
 
     @property
-    def line_due(self) -> bool:
+    def is_line_due(self) -> bool:
         """Whether a line of metrics follows the update that is being made."""
         return self._metrics.due
 
     @property
-    def codes_due(self) -> bool:
+    def are_codes_due(self) -> bool:
         """Whether `log_codes` needs the codes of the update that is being made."""
-        return self._metrics.codes_due
+        return self._metrics.are_codes_due
 
     def resume(self, **parts: Stateful) -> None:
         """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
@@ -184,12 +184,12 @@ class Run:
         messages: list[str] = []
         changed_flags: dict[str, list[Any]] = {}
         latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, messages.append)
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if latest and processes.is_root:
-                self.folder.check_config(self._settings, self.args.lasting, self.args.explicit)
+                self.folder.check_config(self._settings, self.args.fixed_on_resume, self.args.explicit)
         if latest:
             self.checkpoints.restore(latest, states, self._parts)
-            with processes.agreement():
+            with processes.raise_on_all_ranks():
                 if self.progress.step != step_of(latest):
                     raise damaged(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
@@ -197,13 +197,13 @@ class Run:
             is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
             self._end_at(self.progress.step + (0 if is_end else 1))
         if self.progress.unfinished_line is not None:
-            with processes.agreement():
+            with processes.raise_on_all_ranks():
                 self.evaluated_before = self._evaluated_line()
             self.evaluated_before = processes.broadcast_object(self.evaluated_before)
             if self.evaluated_before:
                 self.progress.unfinished_line = None
         self._resumed_step = self.progress.step
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if processes.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
                 start = {"script": self.args.script, "step": self.progress.step, **processes.describe()}
                 start["data_fingerprint"] = self.feed.first.fingerprint
@@ -218,10 +218,10 @@ class Run:
         self.display.remember(self.tracker.last_validation)
         for line in messages:
             self.say(line)
-        self.warn(self.args.config_in_force)
+        self.warn(self.args.config_note)
         self.say(processes.summary())
         self.warn(batch_arithmetic(self.args, processes.world_size))
-        self.warn(", ".join(filter(None, map(described, parts.values()))))
+        self.warn(", ".join(filter(None, map(describe_part, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
@@ -312,10 +312,10 @@ class Run:
             for ending, content in {"png": to_png(sample.picture), **sample.files}.items():
                 self.folder.write_sample(self.progress.step, content, model, ending)
         except OSError as error:
-            self.say(f"cannot write the picture of update {self.progress.step}: {words_of(error)}")
+            self.say(f"cannot write the picture of update {self.progress.step}: {error_text(error)}")
         self.log_image("/".join(filter(None, [model, name])), sample.picture)
 
-    def look_at_clock(self) -> None:
+    def check_clock(self) -> None:
         """Broadcast from the root whether a save is due by the time, and whether the run ends with the next update.
         Collective in some updates, the same on all processes."""
         self.is_save_due = False
@@ -366,7 +366,7 @@ class Run:
         for line in self.checkpoints.news(at_end=at_end):
             self.say(line)
 
-    def tell_of_validations(self, share: float) -> None:
+    def report_validation_share(self, share: float) -> None:
         """Say once, if the validations take more than a tenth of the time of this start."""
         if share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
             self._has_reported_validations = True
@@ -392,7 +392,7 @@ class Run:
         step = self.progress.step
         if self.args.dry_run:
             raise AskedToStop
-        with self.processes.agreement():
+        with self.processes.raise_on_all_ranks():
             if self._is_late and step == self._resumed_step:
                 raise ValueError(
                     f"the evaluation of update {step} alone takes longer than --save_before_minutes "
@@ -411,7 +411,7 @@ class Run:
         """Write the models of the end of the run, on the root, and `close`. Raises Failed if one cannot be written; the
         next start tries again."""
         for evaluation in evaluations:
-            with kept_weights(evaluation.engine, evaluation.average) as model:
+            with final_weights(evaluation.engine, evaluation.average) as model:
                 for name, write in evaluation.write.items():
                     path = self.folder.path / name
                     if self.is_root:
@@ -427,7 +427,7 @@ class Run:
 
     def writing(self, what: str, write: Callable[[Path], None], path: Path) -> None:
         """Write something that may take long, on the root."""
-        self.processes.working(f"writing {what}")
+        self.processes.heartbeat(f"writing {what}", is_uninterrupted=True)
         write(path)
 
     def close(self, use: Sequence[str] = ()) -> None:
@@ -445,13 +445,13 @@ class Run:
             remedy = "make room there" if os.strerror(errno.ENOSPC) in failure else "mend that"
             self.say(f"{failure}; the newest checkpoint is {newest_name}: {remedy}, and run the same command again")
         elif self._models:
-            with self.processes.agreement():
+            with self.processes.raise_on_all_ranks():
                 if self.is_root:
                     self.folder.mark_finished(self.progress.step)
             self._record_end("finished")
             self.say(f"finished: {counted(self.progress.step, 'update')} in {duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
-            for line in last_words(self.folder.path, self._models, picture, use):
+            for line in closing_lines(self.folder.path, self._models, picture, use):
                 self.display.say(line, whole=True)
         self.display.close()
         # "final" last: without an alias, people get the newest artifact of a name.

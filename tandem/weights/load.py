@@ -23,7 +23,7 @@ READ: dict[tuple[Path, str], Any] = {}
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
 
-def find(path: Path) -> tuple[str, Path]:
+def resolve(path: Path) -> tuple[str, Path]:
     """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint, and
     for the name of a model on the Hugging Face Hub, its folder in the cache."""
     from tandem.io.weights import why_no_model
@@ -47,7 +47,7 @@ def find(path: Path) -> tuple[str, Path]:
     raise ValueError(f"{path}: {reason}expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
-def load(path: str | Path, which: str = "best") -> Any:
+def load_model(path: str | Path, which: str = "best") -> Any:
     """The model at ``path``, which may be of any kind that `find` knows, on the CPU and in eval mode.
 
     Args:
@@ -62,7 +62,7 @@ def load(path: str | Path, which: str = "best") -> Any:
     from tandem.training.checkpoint.models import model_in
     from tandem.weights.formats.detection import format_of
 
-    kind, location = find(Path(path))
+    kind, location = resolve(Path(path))
     if kind == "checkpoint":
         return build(*model_in(location, which), location)
     if kind == "file":
@@ -72,7 +72,7 @@ def load(path: str | Path, which: str = "best") -> Any:
 
 
 @contextmanager
-def as_named(path: str | Path) -> Iterator[None]:
+def with_user_name(path: str | Path) -> Iterator[None]:
     """A context whose errors name a model of the Hub as its user does, and not its folder in the cache."""
     from .hub import local
 
@@ -110,29 +110,29 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     from tandem.data.stores.output import sha256_of
     from tandem.models.base import read_headers
 
-    source = newest(Path(path))
-    model = load_from(path, *kinds)
-    kind, location = find(source)
+    source = newest_weights(Path(path))
+    model = load_named_model(path, *kinds)
+    kind, location = resolve(source)
     is_folder = kind == "model"
     digest = sha256_of(location / name for name in sorted(read_headers(location))) if is_folder else model.sha256()
     identity = {"config": model.description(), "weights_sha256": digest}
     return Trained(model.eval(), identity, tokenizer_file(source))
 
 
-def load_from(path: str | Path, *kinds: str) -> Any:
+def load_named_model(path: str | Path, *kinds: str) -> Any:
     """The model of `open_model`, with its errors."""
     from .card import KINDS
 
-    with as_named(path):
-        model = load(newest(Path(path)))
+    with with_user_name(path):
+        model = load_model(newest_weights(Path(path)))
     if kinds and (class_name := type(model).__name__) not in kinds:
         origin = f" of {KINDS[class_name].script}" if class_name in KINDS else ""
         raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(kinds)}")
     return model
 
 
-def built(
-    cls: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None, config: Any = None
+def init_model(
+    cls: Any, args: argparse.Namespace, load_model: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
     """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
     with those of --init_from, copied by ``load`` (default: ``cls.load_weights_from``). ``config``: of a model that
@@ -142,18 +142,18 @@ def built(
     from tandem.models import build_in_memory
 
     torch.manual_seed(args.seed)
-    model = build_in_memory(cls, **(config or cls.Config.of(args)).plain())
+    model = build_in_memory(cls, **(config or cls.Config.from_args(args)).to_dict())
     if args.init_from:
-        (load or cls.load_weights_from)(model, load_from(args.init_from, cls.__name__), args.init_from)
+        (load_model or cls.load_weights_from)(model, load_named_model(args.init_from, cls.__name__), args.init_from)
     return model
 
 
-def newest(path: Path) -> Path:
+def newest_weights(path: Path) -> Path:
     """The path itself, or for a run folder the model folder in it that is as new as its newest checkpoint, if there is
     one; for a run of train_mulan.py best/."""
     from tandem.models.base import CONFIG_FILE
 
-    kind, location = find(path)
+    kind, location = resolve(path)
     if kind != "checkpoint":
         return path
     model, best = path / "model", path / "best"
@@ -188,7 +188,7 @@ def tokenizer_file(path: Path) -> Path | None:
     from tandem.data.tokenizers import FILE, sha256_of_tokenizer
     from tandem.training.checkpoint.format import read_checkpoint
 
-    kind, location = find(path)
+    kind, location = resolve(path)
     if kind != "checkpoint":
         return location / FILE if kind == "model" and (location / FILE).exists() else None
     run = Path(os.path.abspath(location)).parent.parent
@@ -202,7 +202,7 @@ def tokenizer_file(path: Path) -> Path | None:
     raise ValueError(f"{location}: the tokenizer {name} of the run is gone or has changed, and the model needs it")
 
 
-def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
+def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
     """The discriminator of the VQGAN at ``path``, as trained: in a public package's file or, with ``of_runs``, in a
     checkpoint; None if there is none.
 
@@ -213,16 +213,16 @@ def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
     from tandem.training.checkpoint.models import model_in
     from tandem.weights.formats.detection import format_of
 
-    kind, location = find(path)
+    kind, location = resolve(path)
     if (location, DISCRIMINATOR) in READ:
         return READ.pop((location, DISCRIMINATOR))
     if kind == "file":
         load_part = format_of(location).load_discriminator
         return load_part(location) if load_part else None
-    return build(*model_in(location, name=DISCRIMINATOR), location) if of_runs and kind == "checkpoint" else None
+    return build(*model_in(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
 
 
-def built_discriminator(model_class: Any, args: argparse.Namespace) -> Any:
+def init_discriminator(model_class: Any, args: argparse.Namespace) -> Any:
     """The discriminator of this class that the arguments of a run describe, with seeded weights, the same on every
     process, or with those in a public file of --init_from that holds one."""
     import torch
@@ -231,7 +231,7 @@ def built_discriminator(model_class: Any, args: argparse.Namespace) -> Any:
 
     torch.manual_seed(args.seed)
     discriminator = build_in_memory(model_class, dim=args.discr_dim, layers=args.discr_layers)
-    if args.init_from and (pretrained := load_discriminator(Path(args.init_from), of_runs=False)):
+    if args.init_from and (pretrained := load_discriminator(Path(args.init_from), from_runs=False)):
         if pretrained.config != discriminator.config:
             flags = " and ".join(f"--discr_{name} {pretrained.config[name]}" for name in ("dim", "layers"))
             raise ValueError(f"the discriminator in {args.init_from} needs {flags}")

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.commands import parser_of
-from tandem.config.fields import itself
+from tandem.config.fields import identity
 from tandem.config.parser import ArgumentParser
 from tandem.training.run_folder.starts import script_of
 
 from .card import KINDS, Kind, public_settings
 
 
-def origin_of(location: Path, kind: str, which: str) -> str:
+def describe_origin(location: Path, kind: str, which: str) -> str:
     """The update of the weights, and whether they are an average, as the end of a sentence; "" if it is not known."""
     from tandem.io.reading import read_json_or_empty
     from tandem.training.checkpoint.format import read_checkpoint
@@ -64,7 +64,7 @@ def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
         if isinstance(config := read_yaml(run / "config.yaml"), dict):
             parser = parser_of(kind.script)
             supported = _supported_settings(config, parser)
-            architecture = [name for name, compare in parser.lasting.items() if compare is itself]
+            architecture = [name for name, compare in parser.fixed_on_resume.items() if compare is identity]
             settings = public_settings(parser, supported, architecture)
             if config.get("dataset"):  # the data flag then has its default, which may be a demonstration
                 settings.pop(kind.data[0], None)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .card import CARD, KINDS, PICTURE, model_card, newest_picture
-from .load import find, load, write_model
-from .origin import origin_of, run_of, settings_of
+from .load import load_model, resolve, write_model
+from .origin import describe_origin, run_of, settings_of
 
 
 def add_push(command: Callable[..., Callable[..., Any]], weights: dict[str, Any]) -> None:
@@ -53,8 +53,8 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
     from tandem.io.writing import write_atomically
 
     path = Path(args.path)
-    kind, location = find(path)
-    model = load(path, args.weights)
+    kind, location = resolve(path)
+    model = load_model(path, args.weights)
     name = type(model).__name__
     if name not in KINDS:
         raise ValueError(f"{path} holds a {name}, and a card is made for {', '.join(KINDS)}")
@@ -70,6 +70,6 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
         write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_JSON_BYTES))
     settings = settings_of(run, KINDS[name]) if run else {}
     count = sum(parameter.numel() for parameter in model.parameters())
-    weights = f"{count:,} parameters{origin_of(location, kind, args.weights)}"
+    weights = f"{count:,} parameters{describe_origin(location, kind, args.weights)}"
     card = model_card(args.name, name, weights, KINDS[name], run, settings, picture is not None, __version__)
     write_atomically(folder / CARD, card.encode())

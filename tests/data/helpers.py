@@ -15,7 +15,7 @@ import torch
 import webdataset
 from torch import Tensor
 
-from tandem.data.fields import Samples
+from tandem.data.fields import SampleDataset
 from tandem.data.sampling.order import TrainingOrder
 from tandem.data.sampling.stream import TrainingStream
 
@@ -57,7 +57,7 @@ def named(items: Items) -> str:
 class OfOne:
     """A set of whose samples one entry is looked at."""
 
-    def __init__(self, samples: Samples, entry: str) -> None:
+    def __init__(self, samples: SampleDataset, entry: str) -> None:
         self.samples, self.entry = samples, entry
         self.describe, self.name = samples.describe, samples.name
 

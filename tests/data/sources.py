@@ -21,8 +21,8 @@ import numpy as np
 import soundfile
 from PIL import Image, ImageSequence
 
-from tandem.data.feed import Feed
-from tandem.data.sets import decoder_feed, image_feed, sound_feed, video_feed
+from tandem.data.feed import TrainingData
+from tandem.data.sets import decoder_feed, image_data, sound_feed, video_data
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.helpers import Items, assert_same, joined, named, write_tar
 from tests.data.records.tables import save_to_disk, table, write_parquet
@@ -107,13 +107,13 @@ class Kind:
     """
 
     script: Script
-    open: Callable[[Any, Process], Feed]
+    open: Callable[[Any, Process], TrainingData]
     record: Callable[[int], Record]
     flags: Mapping[str, Any]
     loaded: str
     noun: str
 
-    def feed(self, process: Process | None = None, **flags: Any) -> Feed:
+    def feed(self, process: Process | None = None, **flags: Any) -> TrainingData:
         """The feed of the script with these flags; those that are None are not said, and [] is a flag without value."""
         said = {**RUN, **self.script.tiny, "batch_size": BATCH, **self.flags, **flags}
         if "valid_folder" in flags:
@@ -127,7 +127,7 @@ class Kind:
 
 
 CROPS = {"crop": "random", "crop_area": "0.3,0.9"}
-IMAGES = Kind(VAE, image_feed, image, {"random_flip": [], **CROPS}, "images", "image")
+IMAGES = Kind(VAE, image_data, image, {"random_flip": [], **CROPS}, "images", "image")
 CONDITIONED = Kind(
     DECODER, lambda args, process: decoder_feed(
         args, process, image_size=8, **{f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
@@ -138,7 +138,7 @@ SOUNDS = Kind(
     MULAN, lambda args, process: sound_feed(args, process, open_tokenizer(str(TOKENIZER), 8)), sound,
     {"clip_seconds": 0.5}, "waveforms", "sound",
 )  # fmt: skip
-VIDEOS = Kind(VIDEO_TOKENIZER, video_feed, video, {"num_frames": 3, "random_flip": [], **CROPS}, "videos", "clip")
+VIDEOS = Kind(VIDEO_TOKENIZER, video_data, video, {"num_frames": 3, "random_flip": [], **CROPS}, "videos", "clip")
 
 Records = Mapping[int, Record]
 MEDIA = {"wav": "audio", "gif": "video"}  # other files are images
@@ -277,7 +277,7 @@ SOURCES = {
 SOURCES["videos and images"] = Source(VIDEOS, "two", None, {"image_folder": "demo:shapes:12", "image_every": 3})
 
 
-def training(feed: Feed, n: int, start: int = 0) -> list[dict]:
+def training(feed: TrainingData, n: int, start: int = 0) -> list[dict]:
     """The first n batches from a sample on."""
     return [feed.start(start), *(feed.next() for _ in range(n - 1))]
 

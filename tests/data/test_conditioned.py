@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.data.bad_samples import Incomplete
-from tandem.data.fields import Samples
+from tandem.data.bad_samples import SampleIncomplete
+from tandem.data.fields import SampleDataset
 from tandem.data.sets import open_conditioned, widths_of
 from tandem.data.sources.embeddings import IMAGE, TEXT
 from tests.data.conditions import (
@@ -33,7 +33,7 @@ from tests.data.sources import CONDITIONED, in_folder, npy, training
 from tests.scripts import DECODER
 
 
-def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> Samples:
+def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> SampleDataset:
     takes = [kind for kind, is_taken in ((IMAGE, image), (TEXT, text)) if is_taken]
     return open_conditioned(str(spec), image_size=8, takes=takes, **options)
 
@@ -45,7 +45,7 @@ def by_row(folder: Path) -> dict[str, Any]:
     return {"rows": files}
 
 
-def assert_images_are(found: Samples, numbers: range, with_text: bool = True) -> None:
+def assert_images_are(found: SampleDataset, numbers: range, with_text: bool = True) -> None:
     """Every sample is the image of its number, with its caption and embeddings."""
     assert len(found) == len(numbers)
     for index, number in enumerate(numbers):
@@ -107,7 +107,7 @@ def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_d
     but = {number: {**members(number), "npy": content} for number, content in contents.items()} | {0: members(0)}
     found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
     for index in (0, 1):
-        with pytest.raises(Incomplete):
+        with pytest.raises(SampleIncomplete):
             found.load(index)
     for index, said in {
         2: "(5,)", 3: "(2, 6)", 4: "finite", 5: "int64", 6: "Fortran order", 7: "no numpy array",

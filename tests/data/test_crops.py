@@ -14,7 +14,7 @@ from torchvision.transforms import RandomResizedCrop
 from tandem.data.decoding.images import Crop, Square, decode_image
 from tandem.data.hashing import Draws
 from tandem.data.sets import open_conditioned, open_images, open_videos
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tests.data.decoding.films import write_video
 
 N = 4000
@@ -96,7 +96,7 @@ def test_a_random_square_of_an_image_is_cut_in_training_alone(tmp_path, width, h
         assert torch.equal(image[0, 0], torch.arange(left, left + 40).to(torch.uint8))
         assert torch.equal(image[1, :, 0], torch.arange(top, top + 40).to(torch.uint8))
         begins.add((left, top))
-        assert torch.equal(images.load(0, epoch)["images"], decode_image(Entry(str(tmp_path / "a.png")), 40, 3)), (
+        assert torch.equal(images.load(0, epoch)["images"], decode_image(FileRef(str(tmp_path / "a.png")), 40, 3)), (
             "the middle"
         )
     assert len(begins) > 10
@@ -109,7 +109,7 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     Image.fromarray(pixels.astype(np.uint8)).save(path, **({"quality": 100} if ending == "jpg" else {}))
     square = Square(100, 40, 160)
-    found = decode_image(Entry(str(path)), 32, 3, cut=lambda width, height: square)
+    found = decode_image(FileRef(str(path)), 32, 3, cut=lambda width, height: square)
     expected = Image.open(path).resize((32, 32), Image.Resampling.BILINEAR, box=(100, 40, 260, 200))
     difference = np.abs(found.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
@@ -125,7 +125,7 @@ def test_a_region_of_a_turned_image_is_turned(tmp_path):
     def cut(width: int, height: int) -> Square:
         return Square(width - 40, 0, 40)
 
-    plain, turned = (decode_image(Entry(str(tmp_path / f"{name}.png")), 40, 3, cut=cut) for name in "ab")
+    plain, turned = (decode_image(FileRef(str(tmp_path / f"{name}.png")), 40, 3, cut=cut) for name in "ab")
     assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tandem.data.feed import Feed, to_unit_range
+from tandem.data.feed import TrainingData, to_unit_range
 from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training
 from tests.processes import Process, on_processes
 
 
-def feed(process: Process | None = None, **flags: Any) -> Feed:
+def feed(process: Process | None = None, **flags: Any) -> TrainingData:
     """130 images, of which 26 are for validation: 4 steps of 6 and 7, where a batch has 8."""
     return IMAGES.feed(process, **{"image_folder": "demo:shapes:130", "crop": None, "crop_area": None, **flags})
 

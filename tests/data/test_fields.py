@@ -13,13 +13,13 @@ import soundfile
 import torch
 from PIL import Image
 
-from tandem.data.bad_samples import NotASample
+from tandem.data.bad_samples import BadDatasetItem
 from tandem.data.decoding.images import FORMATS
 from tandem.data.fields import TEXTS, texts_of
 from tandem.data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
 from tandem.data.sources.embeddings import KINDS
 from tandem.data.sources.own import OwnData
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.decoding.films import SIDE, numbers, picture, write_video
 from tests.data.helpers import Items, OfOne, global_batches, ids, named, one_line, write_tar
@@ -62,7 +62,7 @@ def test_a_set_of_sounds_without_captions_says_what_holds_them(tmp_path):
 ])  # fmt: skip
 def test_captions_in_a_file_are_told_apart(name, content, captions, label, tmp_path):
     (tmp_path / name).write_text(content)
-    assert texts_of(Entry(str(tmp_path / name))) == (captions, label)
+    assert texts_of(FileRef(str(tmp_path / name))) == (captions, label)
 
 
 def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_another_thing(tmp_path):
@@ -79,7 +79,7 @@ def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_ano
 @pytest.mark.parametrize("content", ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}'])
 def test_a_file_without_a_caption_is_bad(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
-    assert "caption" in one_line(texts_of, Entry(str(tmp_path / "a.json")))
+    assert "caption" in one_line(texts_of, FileRef(str(tmp_path / "a.json")))
     assert TEXTS.endings == (".json", ".txt") and ".txt nor a .json" in one_line(texts_of, None)
 
 
@@ -148,7 +148,7 @@ def test_an_item_that_is_no_image_is_named_and_no_other_takes_its_place(item, fo
     rows = opened(own(lambda i: item if i == 7 else planar(i)))
     said = one_line(rows.load, 7)
     assert said.startswith(f"--dataset: {rows.describe(7)} is ") and found in said
-    with pytest.raises(NotASample):
+    with pytest.raises(BadDatasetItem):
         global_batches(rows.samples, 2)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tandem.data.bad_samples import Incomplete
+from tandem.data.bad_samples import SampleIncomplete
 from tandem.data.decoding import sounds, videos
 from tandem.data.fields import (
     CaptionField,
@@ -21,7 +21,7 @@ from tandem.data.fields import (
     ClipField,
     Field,
     ImageField,
-    Samples,
+    SampleDataset,
     SoundField,
     TextsField,
 )
@@ -34,7 +34,7 @@ from tests.scripts import TOKENIZER
 
 SIZE, RATE, CLIP = 8, 8000, 400  # no picture is resized and no sound resampled: what comes out is what went in
 PLACES = [place for place, write in FILES.items() if write]
-LEFT_OUT, BAD = Incomplete, (ValueError, OSError)
+LEFT_OUT, BAD = SampleIncomplete, (ValueError, OSError)
 Found = Mapping[str, Any]
 
 
@@ -144,13 +144,13 @@ FIELDS = {
 }  # fmt: skip
 
 
-def opened(case: Case, spec: Path | str) -> Samples:
+def opened(case: Case, spec: Path | str) -> SampleDataset:
     fields = case.fields()
     own = OwnData(spec, argparse.Namespace(seed=0)) if isinstance(spec, str) else str(spec)
-    return Samples(open_records(own, [field.wanted for field in fields], "shapes", 0), fields)
+    return SampleDataset(open_records(own, [field.wanted for field in fields], "shapes", 0), fields)
 
 
-def check(samples: Samples, index: int, expected: Found | tuple[Any, str]) -> None:
+def check(samples: SampleDataset, index: int, expected: Found | tuple[Any, str]) -> None:
     if isinstance(expected, Mapping):
         found = samples.load(index)
         for name, value in expected.items():

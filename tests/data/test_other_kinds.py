@@ -17,7 +17,7 @@ from tandem.data.decoding.texts import read_sentence, read_texts
 from tandem.data.decoding.videos import ClipDecoder as VideoDecoder
 from tandem.data.fields import TEXTS, ImageField
 from tandem.data.sources.opening import open_source
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tandem.data.tokenizers import open_tokenizer
 from tandem.io.reading import read_json, read_yaml
 from tests.data.helpers import one_line
@@ -38,13 +38,13 @@ def opened(path: Path) -> Any:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys((".tar", ".parquet", ".arrow", ".csv", ".tsv", ".jsonl"), opened),
-    ".png": lambda path: decode_image(Entry(str(path)), 8, 3),
-    ".flac": lambda path: SoundDecoder(16000, 1600).load(Entry(str(path)), 0),
-    ".mp4": lambda path: VideoDecoder(8, 2).load(Entry(str(path)), 0),
-    ".npy": lambda path: find_array(Entry(str(path))),
-    ".txt": lambda path: read_texts(Entry(str(path))),
-    ".caption.txt": lambda path: read_sentence(Entry(str(path))),
-    ".caption.json": lambda path: read_texts(Entry(str(path))),
+    ".png": lambda path: decode_image(FileRef(str(path)), 8, 3),
+    ".flac": lambda path: SoundDecoder(16000, 1600).load(FileRef(str(path)), 0),
+    ".mp4": lambda path: VideoDecoder(8, 2).load(FileRef(str(path)), 0),
+    ".npy": lambda path: find_array(FileRef(str(path))),
+    ".txt": lambda path: read_texts(FileRef(str(path))),
+    ".caption.txt": lambda path: read_sentence(FileRef(str(path))),
+    ".caption.json": lambda path: read_texts(FileRef(str(path))),
     ".tokenizer.json": lambda path: open_tokenizer(str(path), 8),
     ".json": read_json,
     ".yaml": read_yaml,
@@ -72,4 +72,4 @@ def test_text_of_utf_16_is_named_with_and_without_a_mark_of_the_byte_order(
 def test_captions_that_only_look_alike_are_captions(tmp_path: Path) -> None:
     for caption in ("version 2 of a poster", "Rar! says the bird", "BZhang in a park", "<head> of a horse", "a\0b"):
         (tmp_path / "a.txt").write_text(caption)
-        assert read_sentence(Entry(str(tmp_path / "a.txt"))) == caption
+        assert read_sentence(FileRef(str(tmp_path / "a.txt"))) == caption

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.data.fields import Samples
+from tandem.data.fields import SampleDataset
 from tandem.data.sampling.stream import ValidationStream
 from tandem.data.sets import open_images
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
@@ -14,7 +14,7 @@ N = 30
 
 
 @pytest.fixture(scope="module")
-def intact() -> Samples:
+def intact() -> SampleDataset:
     return open_images(f"demo:shapes:{N}", image_size=4, flip=True)
 
 
@@ -53,7 +53,7 @@ def test_search_for_a_readable_sample_ends_after_100(n, n_tried, num_workers, tm
     assert f" {n_tried} images" in text and str(tmp_path) in text
 
 
-def validation(images: Samples, world_size: int, n: int = N, **options) -> list[ValidationStream]:
+def validation(images: SampleDataset, world_size: int, n: int = N, **options) -> list[ValidationStream]:
     """The streams of all ranks over n images."""
     sizes = {"batch_size": 8, "world_size": world_size, **options}
     return [ValidationStream(images, range(n), rank=rank, **sizes) for rank in range(world_size)]

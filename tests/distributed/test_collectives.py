@@ -79,7 +79,7 @@ def test_objects_and_numbers_do_not_pass_through_the_device_whose_work_the_host_
     def work(process: Process) -> list[Any]:
         process.device = torch.device("meta")  # holds no numbers
         received = [process.gather_objects(process.rank), process.broadcast_object("root"), process.sum({"one": 1})]
-        with process.agreement():
+        with process.raise_on_all_ranks():
             return received
 
     assert on_processes(2, work) == [[[0, 1], "root", {"one": 2.0}]] * 2

@@ -26,7 +26,7 @@ def test_what_fails_on_one_process_is_the_same_error_of_one_line_on_all(
     rank: int, error: Exception, kind: type[Exception], said: str
 ) -> None:
     def work(process: Process) -> None:
-        with process.agreement():
+        with process.raise_on_all_ranks():
             if process.rank == rank:
                 raise error
 
@@ -39,7 +39,7 @@ def test_what_fails_on_one_process_is_the_same_error_of_one_line_on_all(
 @pytest.mark.parametrize("error", [KeyError("a bug"), RuntimeError("a bug"), TrainingStopped("the end")], ids=repr)
 def test_another_error_is_not_agreed_on(error: Exception) -> None:
     def work(process: Process) -> None:
-        with process.agreement():
+        with process.raise_on_all_ranks():
             raise error
 
     with pytest.raises(type(error)) as raised:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tandem.distributed import Launch, TrainingStopped, watchdog
-from tandem.distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
+from tandem.distributed.liveness import SILENT_TICKS, HeartbeatMonitor, Liveness, to_line
 from tandem.distributed.signals import Signals
 from tandem.distributed.watchdog import Watchdog
 from tests.processes import Process, Root, on_processes
@@ -33,7 +33,7 @@ class Job:
     """Ranks whose words the test invents, and the judge of the root."""
 
     def __init__(self, world_size: int) -> None:
-        self.judge = Judge(world_size, TIMEOUT_TICKS)
+        self.judge = HeartbeatMonitor(world_size, TIMEOUT_TICKS)
         self.ranks: list[dict[str, Any]] = [
             {"count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
         ]
@@ -132,9 +132,9 @@ def test_a_long_wait_for_loader_processes_is_told_once(
     for seconds in (9, 11, 11):
         with dog.loading():
             now += seconds
-            dog.tell_of_loading()
+            dog.report_loading()
         now += 100
-        dog.tell_of_loading()
+        dog.report_loading()
     assert capfd.readouterr().err.count("rank 0 has waited for data from its loader processes for 10 s") == 1
 
 
@@ -173,9 +173,9 @@ def test_what_a_process_waited_for_is_added_up_and_alone_it_waits_for_no_other(
     for seconds, marks in (
         (3, {}), (5, {"collective": True}), (7, {}), (11, {"waits_for_data": True}), (13, {"gathers": True}), (1, {}),
     ):  # fmt: skip
-        dog.mark("phase", **marks)
+        dog.heartbeat("phase", **marks)
         now += seconds
-    dog.mark("phase")
+    dog.heartbeat("phase")
     assert dog.waited == {"communication": communication, "data": 11.0}
     dog.stop()
 
@@ -188,12 +188,12 @@ def beat_of(dog: Watchdog) -> dict[str, Any]:
 
 def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
     dog = dog_of(1)
-    dog.mark("forward", update=3)
-    dog.mark("forward", gathers=True)  # for which no rank is blamed while another one stands
+    dog.heartbeat("forward", update=3)
+    dog.heartbeat("forward", gathers=True)  # for which no rank is blamed while another one stands
     assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True, "loads": False}
     with dog.loading():
         assert beat_of(dog)["loads"]
-    dog.mark("computing")
+    dog.heartbeat("computing")
     assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False, "loads": False}
 
 
@@ -374,7 +374,7 @@ def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
     liveness: Liveness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.distributed.liveness.TICK_SECONDS", 0.01)
-    accept, tick, tried = socket.socket.accept, Judge.tick, [0]  # of each tick, how often
+    accept, tick, tried = socket.socket.accept, HeartbeatMonitor.tick, [0]  # of each tick, how often
 
     def accept_later(listener: socket.socket) -> Any:
         tried[-1] += 1
@@ -383,7 +383,7 @@ def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", accept_later)
-    monkeypatch.setattr(Judge, "tick", lambda *args: (tried.append(0), tick(*args))[1])
+    monkeypatch.setattr(HeartbeatMonitor, "tick", lambda *args: (tried.append(0), tick(*args))[1])
     assert Member(liveness, "here", liveness.token, 0)._file.readline() == to_line("beat")
     assert sum(tried) == 4 and max(tried) == 1
 
@@ -427,7 +427,7 @@ def test_the_judge_hears_that_the_job_is_asked_to_end(
     first.say("met")
     second.say("met")
     assert first.hears() == ["met"]
-    monkeypatch.setattr(Judge, "tick", lambda _, is_asked: heard.put(is_asked))
+    monkeypatch.setattr(HeartbeatMonitor, "tick", lambda _, is_asked: heard.put(is_asked))
     assert heard.get(timeout=PATIENCE_SECONDS) == asks
 
 

@@ -159,7 +159,7 @@ def patience(backend: Backend) -> float:
         entered.append(time.monotonic())
         return sum_scalars(*args)
 
-    with patch.object(Communicator, "sum_scalars", noted), backend.agreement():
+    with patch.object(Communicator, "sum_scalars", noted), backend.raise_on_all_ranks():
         if backend.rank == backend.world_size - 1:
             time.sleep(0.5)
         worked_until = time.monotonic()
@@ -235,7 +235,7 @@ def reloaded(backend: Backend) -> dict[str, Any]:
             engine.backward(engine(part["x"]).square().mean())
         engine.lr = 1e-2 * 0.9**update
         updates.append(engine.step())
-    with engine.gathered() as full:
+    with engine.full_weights() as full:
         evaluated = full(global_batch(0).to(backend.device)).square().mean().item()
     return {**record(engine, updates, [evaluated]), "unchanged": bool(unchanged)}
 
@@ -361,7 +361,7 @@ def lack_of_memory(backend: Backend) -> bool:
     """Whether all processes end with one message if the last one alone asks for more memory than there is."""
     last = backend.world_size - 1
     try:
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             if backend.rank == last:
                 torch.empty(1 << 60)
     except UserMistake as mistake:

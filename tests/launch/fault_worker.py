@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import tandem.training.checkpoint.format
 from tandem import distributed
-from tandem.data.feed import Feed
+from tandem.data.feed import TrainingData
 from tandem.data.sets import open_images
 from tandem.distributed import Backend, TrainingStopped, UserMistake, torch_comm
 from tandem.io.exits import exit_codes
@@ -69,13 +69,13 @@ def die() -> None:
 
 def lose(backend: Backend, fault: str) -> None:
     if fault == "lost_in_meeting":
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             if backend.rank == 1:
                 die()
     if backend.rank == 1:
         die()
     if fault == "lost_unnoticed":
-        backend.watchdog.mark("reducing gradients", update=3, collective=True)
+        backend.watchdog.heartbeat("reducing gradients", update=3, collective=True)
         threading.Event().wait()
 
 
@@ -113,7 +113,7 @@ def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
     checkpoints = Checkpoints(folder, 1, backend)
     checkpoints.save(1, {"part": {"weight": torch.ones(3)}}, {})
     if fault == "stands_in_write":
-        backend.watchdog.mark("standing", collective=backend.is_root)
+        backend.watchdog.heartbeat("standing", collective=backend.is_root)
         threading.Event().wait()
     if fault == "ends_in_write":
         raise TrainingStopped("enough")
@@ -135,7 +135,7 @@ def list_samples(backend: Backend, fault: str, seconds: float) -> None:
         batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
         on_bad_sample="replace", valid_folder=None, shuffle="samples", split_seed=None,
     )  # fmt: skip
-    Feed(open_samples, args, backend, noun="image", source="samples")
+    TrainingData(open_samples, args, backend, noun="image", source="samples")
 
 
 def load(engine: Any, backend: Backend) -> None:
@@ -145,7 +145,7 @@ def load(engine: Any, backend: Backend) -> None:
     if backend.rank == 1:
         del state["weights"]["1.weight"]
     try:
-        with backend.agreement():
+        with backend.raise_on_all_ranks():
             engine.load_state_dict(state)
     except UserMistake as mistake:
         print(f"{mistake}\n", end="", flush=True)

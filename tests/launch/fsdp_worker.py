@@ -89,7 +89,7 @@ def measure(backend: Backend) -> dict[str, Any]:
                 engine.backward(out.float().square().mean())
                 losses.append(backend.mean({"loss": out.detach().float().square().mean()})["loss"])
             engine.step()
-    with engine.gathered() as whole:
+    with engine.full_weights() as whole:
         evaluated = whole(x).square().mean().item()
         types = sorted({str(parameter.dtype) for parameter in whole.parameters()})
     # A pass between the gradient and the update gathers weights that the update makes old.

@@ -21,7 +21,7 @@ FLAGS = [*words(VAE.tiny), "--batch_size", str(BATCH), "--valid_fraction", "0", 
 ASKED_TO_STOP = 75
 EXIT_CODES = {"SIGKILL": -signal.SIGKILL, "SIGTERM": ASKED_TO_STOP, "SIGUSR1": ASKED_TO_STOP, "": 0}
 
-Samples = dict[int, list[int]]  # ids by update
+SampleDataset = dict[int, list[int]]  # ids by update
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
+def uninterrupted(images: Path, tmp_path_factory: pytest.TempPathFactory) -> SampleDataset:
     """The samples of a single process that is never interrupted."""
     return taken(1, images, tmp_path_factory.mktemp("uninterrupted"), 0, "")
 
 
-def taken(processes: int, images: Path, folder: Path, num_workers: int, interruption: str) -> Samples:
+def taken(processes: int, images: Path, folder: Path, num_workers: int, interruption: str) -> SampleDataset:
     """The samples of one start of the run in this folder."""
     ids = folder / "ids.jsonl"
     ids.unlink(missing_ok=True)
@@ -66,10 +66,10 @@ def draw_interruptions(seed: str) -> list[str]:
     return [f"{name}@{update}" for name, update in zip(draws.sample(list(EXIT_CODES)[:3], 3), updates, strict=True)]
 
 
-def assert_exact(starts: list[tuple[int, int]], images: Path, folder: Path, seed: str, expected: Samples) -> None:
+def assert_exact(starts: list[tuple[int, int]], images: Path, folder: Path, seed: str, expected: SampleDataset) -> None:
     """Make four starts, each with its own number of processes and of loader workers. The first three are interrupted,
     and each start must continue from the last save of the start before it."""
-    trained: Samples = {}
+    trained: SampleDataset = {}
     goes_on_at = 1
     for (processes, num_workers), interruption in zip(starts, [*draw_interruptions(seed), f"@{UPDATES}"], strict=True):
         samples = taken(processes, images, folder, num_workers, interruption)
@@ -87,7 +87,7 @@ def assert_exact(starts: list[tuple[int, int]], images: Path, folder: Path, seed
     assert trained == expected
 
 
-def test_an_uninterrupted_run_takes_every_good_sample_in_each_epoch(uninterrupted: Samples) -> None:
+def test_an_uninterrupted_run_takes_every_good_sample_in_each_epoch(uninterrupted: SampleDataset) -> None:
     assert list(uninterrupted) == list(range(1, UPDATES + 1))
     order = [index for samples in uninterrupted.values() for index in samples]
     epochs = [order[start : start + N_IMAGES] for start in range(0, UPDATES * BATCH - N_IMAGES + 1, N_IMAGES)]
@@ -97,6 +97,6 @@ def test_an_uninterrupted_run_takes_every_good_sample_in_each_epoch(uninterrupte
 
 
 def test_another_number_of_processes_and_workers_goes_on_in_the_same_order(
-    images: Path, uninterrupted: Samples, tmp_path: Path
+    images: Path, uninterrupted: SampleDataset, tmp_path: Path
 ) -> None:
     assert_exact([(1, 0), (2, 4), (4, 1), (1, 4)], images, tmp_path, "1 2 4 1", uninterrupted)

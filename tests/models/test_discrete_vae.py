@@ -19,7 +19,7 @@ from tests.models.helpers import VAE, some_images
 def small_vae(**overrides: Any) -> DiscreteVAE:
     """With weights large enough for codes to differ between places."""
     torch.manual_seed(0)
-    model = DiscreteVAE.made({**VAE, **overrides})
+    model = DiscreteVAE.from_dict({**VAE, **overrides})
     with torch.no_grad():
         for parameter in model.encoder.parameters():
             parameter.mul_(2.5)

@@ -17,12 +17,12 @@ FRAMES = torch.tensor([1, 4])
 
 def small(**overrides: int) -> Discriminator:
     torch.manual_seed(0)
-    return Discriminator.made({"dim": 4, "layers": 2, **overrides})
+    return Discriminator.from_dict({"dim": 4, "layers": 2, **overrides})
 
 
 def of_videos(**overrides: Any) -> VideoDiscriminator:
     torch.manual_seed(0)
-    return VideoDiscriminator.made({"dim": 4, "layers": 2, **overrides})
+    return VideoDiscriminator.from_dict({"dim": 4, "layers": 2, **overrides})
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(16, [16, 16, 16]), (24, [8, 16, 16]), (10, [2, 4, 8]), (7, [1, 2, 4])])

@@ -180,7 +180,7 @@ each = pytest.mark.parametrize("name", MODELS)
 
 def built(kind: Any, /, **arguments: Any) -> Any:
     """A model of these arguments, or of a configuration with them."""
-    return kind.made(arguments) if isinstance(kind, type) and issubclass(kind, Pretrained) else kind(**arguments)
+    return kind.from_dict(arguments) if isinstance(kind, type) and issubclass(kind, Pretrained) else kind(**arguments)
 
 
 def made(name: str, **changes: Any) -> Any:
@@ -371,7 +371,7 @@ def test_the_encoder_learns_from_the_reconstruction(case: Case, size: int, quant
     Entries that start as small as 1 / size would leave 1e-6 to 1e-10, because IBQ's gradient passes two products with
     them."""
     torch.manual_seed(0)
-    model = case.kind.made({**case.sizes, "quantizer": quantizer, "codebook_size": size, "fsq_levels": None})
+    model = case.kind.from_dict({**case.sizes, "quantizer": quantizer, "codebook_size": size, "fsq_levels": None})
     inputs = case.inputs(model)
     F.l1_loss(model(**inputs).reconstruction, next(iter(inputs.values()))).backward()
     of_encoder, of_decoder = (
@@ -392,7 +392,7 @@ def test_a_folder_gives_back_arguments_weights_and_results_exactly(name: str, tm
     assert config == {"model": case.kind.__name__, **facts, **model.config} and config == {**config, **case.sizes}
     assert load_file(folder / "model.safetensors").keys() == model.state_dict().keys()
     loaded = case.kind.from_pretrained(folder)
-    assert loaded.config == model.config == case.kind.made(model.config).config and not loaded.training
+    assert loaded.config == model.config == case.kind.from_dict(model.config).config and not loaded.training
     assert_same_bits(loaded, model)
     assert_same_bits(of(name, loaded), of(name, model))
 
@@ -400,7 +400,7 @@ def test_a_folder_gives_back_arguments_weights_and_results_exactly(name: str, tm
 @pytest.mark.parametrize("name", SAVED)
 def test_weights_are_taken_by_a_model_that_differs_in_its_training_only(name: str, tmp_path: Path) -> None:
     case, trained = MODELS[name], made(name)
-    model, other = case.kind.made({**case.sizes, **case.free}), made(name, **case.other)
+    model, other = case.kind.from_dict({**case.sizes, **case.free}), made(name, **case.other)
     trained.save_pretrained(tmp_path)
     model.load_weights_from(tmp_path)
     assert_same_bits(model, trained)

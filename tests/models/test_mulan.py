@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from tandem.config.models.mulan import MuLaNConfig
 from tandem.models import MuLaN
 from tandem.models.audio_text.audio_transformer import AudioTransformer
-from tandem.models.layers.attention import l2_normalize, layers_read
+from tandem.models.layers.attention import l2_normalize, output_layers
 from tests.models.helpers import MULAN, MUSICLM, some_pairs
 
 
 def small(seed: int = 0, **overrides: Any) -> MuLaN:
     torch.manual_seed(seed)
-    return MuLaN.made({**MULAN, **overrides})
+    return MuLaN.from_dict({**MULAN, **overrides})
 
 
 def test_text_does_not_depend_on_its_padding() -> None:
@@ -113,12 +113,12 @@ def test_autocast_rounds_neither_spectrograms_nor_the_map_to_latents() -> None:
 
 def test_even_layers_are_those_of_the_published_formula() -> None:
     """floor(arange(h) depth / h) (musiclm-pytorch 0.2.8, interspersed_indices), and the last one first."""
-    assert layers_read(6, 0, "last") == layers_read(6, 0, "even") == [5]
-    assert layers_read(6, 2, "last") == [5, 4, 3] and layers_read(6, 2, "even") == [5, 3, 0]
+    assert output_layers(6, 0, "last") == output_layers(6, 0, "even") == [5]
+    assert output_layers(6, 2, "last") == [5, 4, 3] and output_layers(6, 2, "even") == [5, 3, 0]
     for depth in range(2, 13):
         for below in range(1, depth):
             published = [math.floor(i * (depth / below)) for i in range(below)]
-            assert layers_read(depth, below, "even") == [depth - 1, *reversed(published)]
+            assert output_layers(depth, below, "even") == [depth - 1, *reversed(published)]
 
 
 def test_a_vector_of_zeros_has_a_finite_gradient() -> None:

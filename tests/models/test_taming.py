@@ -20,7 +20,7 @@ DEEPER: dict[str, Any] = {
 
 def made(**sizes: Any) -> VQGAN:
     torch.manual_seed(0)
-    return lively(VQGAN.made({**DEEPER, **sizes})).eval()
+    return lively(VQGAN.from_dict({**DEEPER, **sizes})).eval()
 
 
 class Plain:
@@ -112,7 +112,7 @@ F16 = {"quantizer": "vq", "ch_mult": [1, 1, 2, 2, 4], "attention_levels": [4], "
 )  # fmt: skip
 def test_published_shapes_have_the_published_number_of_weights(sizes: dict[str, Any], count: int) -> None:
     with torch.device("meta"):
-        model = VQGAN.made({"body": "taming", "num_resnet_blocks": [2], **sizes})
+        model = VQGAN.from_dict({"body": "taming", "num_resnet_blocks": [2], **sizes})
     assert sum(weight.numel() for weight in model.parameters()) == count
 
 

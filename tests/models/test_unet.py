@@ -19,7 +19,7 @@ from tests.models.reference.unets import CASES, STRIDE, inputs_of, public_config
 def unet(**changes: Any) -> Unet:
     """In eval mode, with an output that is not 0."""
     torch.manual_seed(0)
-    model = Unet.made({**UNET, **changes}).eval()
+    model = Unet.from_dict({**UNET, **changes}).eval()
     nn.init.normal_(model.to_out.weight, std=0.3)
     return model
 
@@ -83,4 +83,4 @@ def test_the_embedding_is_scaled_and_the_output_starts_as_0() -> None:
     with torch.no_grad():
         out = plain(**{**inputs, "image_embed": 4 * inputs["image_embed"]})
         assert torch.equal(model(**inputs), out) and not torch.equal(plain(**inputs), out)
-    assert not Unet.made(UNET)(**inputs).any()
+    assert not Unet.from_dict(UNET)(**inputs).any()

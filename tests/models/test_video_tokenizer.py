@@ -37,7 +37,7 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 def tokenizer(variant: str = "haar", **changes: Any) -> VideoTokenizer:
     """In eval mode. Gates and modulations that start as constants depend on their input here."""
     torch.manual_seed(0)
-    return lively(VideoTokenizer.made({**TOKENIZER, **VARIANTS[variant], **changes})).eval()
+    return lively(VideoTokenizer.from_dict({**TOKENIZER, **VARIANTS[variant], **changes})).eval()
 
 
 # The vectors between encoder and decoder have no public way in or out: codes would hide what they depend on.

@@ -15,7 +15,7 @@ from tests.models.helpers import kept_bytes, some_images
 
 def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
     torch.manual_seed(0)
-    return VQGAN.made({**SIZES, "quantizer": quantizer, **changes})
+    return VQGAN.from_dict({**SIZES, "quantizer": quantizer, **changes})
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)

@@ -55,7 +55,7 @@ def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_tha
                 on_pictures(torch.zeros(batch, 3, 4, 4))
 
         def ask() -> None:
-            if process.sum({"asked": process.stop.is_asked_here})["asked"]:
+            if process.sum({"asked": process.stop.is_requested_here})["asked"]:
                 raise Stopped
 
         with pytest.raises(Stopped):

@@ -11,7 +11,7 @@ from tandem import schedules
 
 @pytest.mark.parametrize("lowest", [0.0, 0.1])
 def test_the_rate_warms_up_falls_along_a_cosine_and_does_not_climb_again(lowest: float) -> None:
-    rates = [schedules.warmed_up("cosine", step, 110, 2.0, 10, lowest) for step in range(300)]
+    rates = [schedules.with_warmup("cosine", step, 110, 2.0, 10, lowest) for step in range(300)]
     assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)]) and rates[9:11] == [2.0, 2.0]
     assert rates[35] == pytest.approx(2 * lowest + (1 - lowest) * (1 + math.cos(math.pi / 4)))
     assert rates[60] == pytest.approx(1 + lowest) and rates[110] == pytest.approx(2 * lowest)
@@ -20,7 +20,7 @@ def test_the_rate_warms_up_falls_along_a_cosine_and_does_not_climb_again(lowest:
 
 def test_a_warm_up_takes_at_most_half_of_the_run() -> None:
     assert [schedules.warmup_of(10, total) for total in (8, 20, 100)] == [4, 10, 10]
-    assert [schedules.warmed_up("constant", step, 4, 1.0, 1000) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    assert [schedules.with_warmup("constant", step, 4, 1.0, 1000) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_a_line_ends_at_its_last_value_and_has_it_from_the_start_if_it_has_no_length() -> None:

@@ -16,14 +16,14 @@ class Whole:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def blank_copy(self) -> Any:
+    def empty_copy(self) -> Any:
         return copy.deepcopy(self.module).float().requires_grad_(False)
 
-    def held_weights(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         return dict(self.module.state_dict())
 
-    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+    def unshard(self, name: str, held: Tensor) -> Tensor:
         return held
 
-    def held_part(self, name: str, whole: Tensor) -> Tensor:
+    def shard(self, name: str, whole: Tensor) -> Tensor:
         return whole

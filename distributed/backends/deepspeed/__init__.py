@@ -22,7 +22,7 @@ class DeepSpeedBackend(DDPBackend):
     launch_order = 20
     sockets_per_process = 4  # Gloo, once more for a group of DeepSpeed, the rendezvous and the watchdog
     install_hint = how_to_install("deepspeed")
-    flags_of_training = ("zero_stage",)
+    training_flags = ("zero_stage",)
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch, options, args)
@@ -46,10 +46,10 @@ class DeepSpeedBackend(DDPBackend):
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        return launch.launcher == "deepspeed" or cls.flag_said(args) is not None
+        return launch.launcher == "deepspeed" or cls.given_flag(args) is not None
 
     @classmethod
-    def flag_said(cls, args: argparse.Namespace) -> str | None:
+    def given_flag(cls, args: argparse.Namespace) -> str | None:
         if args.deepspeed_config:
             return "--deepspeed_config"
         if args.deepspeed:

@@ -75,7 +75,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def refusals(path: str | None) -> Iterator[None]:
+def one_line_refusals(path: str | None) -> Iterator[None]:
     """Turns DeepSpeed's errors about the JSON in ``path`` into one line; without a JSON they stay as they are.
 
     Raises:

@@ -34,16 +34,16 @@ from tandem.distributed.engines.optimizer_state import (
     check_moments,
     check_names,
     live_weights,
-    neutral_state,
+    portable_state,
     read_optimizer,
     unfuse,
     write_optimizer,
 )
-from tandem.distributed.engines.parts import GradientParts
+from tandem.distributed.engines.parts import OrderedSum
 from tandem.distributed.errors import UserMistake
 from tandem.io.installed import how_to_install
 
-from .config import AUTO, refusals, resolve
+from .config import AUTO, one_line_refusals, resolve
 
 if TYPE_CHECKING:
     from . import DeepSpeedBackend
@@ -94,9 +94,9 @@ class ZeroEngine(Engine):
         self._lacks_weights = self._stage == 3 or weights_are_low_precision
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         trainable = list(self._names)
-        self._parts: GradientParts | None = None
+        self._parts: OrderedSum | None = None
         if self._plan.batch_parts:
-            self._parts = GradientParts(trainable, backend.comm, self._plan.grad_accum_steps)
+            self._parts = OrderedSum(trainable, backend.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         if backend.options.compile:
             model.compile()
@@ -104,7 +104,7 @@ class ZeroEngine(Engine):
         if backend.config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
             # As the flag says and the script's optimizer applies it, which does not decay biases and scales.
             groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
-        with _without_broadcast(), refusals(backend.config_path):
+        with _without_broadcast(), one_line_refusals(backend.config_path):
             self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
                 model=model,
                 model_parameters=groups,
@@ -166,12 +166,12 @@ class ZeroEngine(Engine):
                 "graph; add the losses and call backward once, or run the forward pass again"
             )
         if self._parts is not None:
-            self._parts.backward(loss, self._guard.poison(loss, weight), self._micro_batch, retain_graph)
+            self._parts.backward(loss, self._guard.initial_gradient(loss, weight), self._micro_batch, retain_graph)
             if self._stage == 3:
                 self._zero.backward_epilogue()  # frees the weights that this backward pass gathered
             return
         # DeepSpeed averages over the processes, but the update is the sum: multiply by their number.
-        loss = loss * self._guard.poison(loss, weight * self._backend.world_size)
+        loss = loss * self._guard.initial_gradient(loss, weight * self._backend.world_size)
         if self._stage:
             # ZeRO would let a second backward pass after one forward pass overwrite the gradients of the first. With
             # this flag cleared, ZeRO treats the coming backward pass as a new one.
@@ -197,7 +197,7 @@ class ZeroEngine(Engine):
         return torch.where(finite, norm, torch.nan), finite
 
     @torch.no_grad()
-    def _step_with(self, parts: GradientParts) -> tuple[Tensor, Tensor]:
+    def _step_with(self, parts: OrderedSum) -> tuple[Tensor, Tensor]:
         """Reduce as the other backends do, and pass the result to DeepSpeed's optimizer, which then does not reduce."""
         parts.finish()
         norm = gradient_norm(parts.gradients)
@@ -243,11 +243,11 @@ class ZeroEngine(Engine):
 
     # The state.
 
-    def held_weights(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         if self._stage == 3:  # sends nothing
             return {name: self._fp32_slice(tensor) for name, tensor in self._state_tensors().items()}
         if not self._lacks_weights:
-            return super().held_weights()
+            return super().local_shards()
         return {name: self._read_weight(name, tensor) for name, tensor in self._state_tensors().items()}
 
     def _fp32_slice(self, tensor: Any) -> Tensor:
@@ -263,7 +263,7 @@ class ZeroEngine(Engine):
         group, start, size = self._zero.grad_position[self._zero.get_param_id(tensor)]
         return self._zero.fp32_partitioned_groups_flat[group].detach().narrow(0, start, size)
 
-    def whole_weight(self, name: str, local: Tensor) -> Tensor:
+    def unshard(self, name: str, local: Tensor) -> Tensor:
         if self._stage < 3 or name not in self._parameters:
             return local
         parameter: Any = self._parameters[name]
@@ -271,7 +271,7 @@ class ZeroEngine(Engine):
         torch.distributed.all_gather_into_tensor(flat, local.contiguous())
         return flat[: parameter.ds_numel].view(parameter.ds_shape)
 
-    def held_part(self, name: str, full: Tensor) -> Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         if self._stage < 3 or name not in self._parameters:
             return full
         parameter: Any = self._parameters[name]
@@ -282,7 +282,7 @@ class ZeroEngine(Engine):
     def _read_weight(self, name: str, tensor: Tensor) -> Tensor:
         """A full fp32 weight; a persistent buffer as it is."""
         if self._stage == 3:
-            return self.whole_weight(name, self._fp32_slice(tensor))
+            return self.unshard(name, self._fp32_slice(tensor))
         is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         return _to_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
 
@@ -317,7 +317,7 @@ class ZeroEngine(Engine):
             slot: {name: partial(safe_get_full_optimizer_state, p, slot) for p, name in self._names.items()}
             for slot in slots
         }
-        return neutral_state(self._optimizer, step, moments)
+        return portable_state(self._optimizer, step, moments)
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
         self._write_weights(state["weights"])

@@ -16,7 +16,7 @@ from tandem.distributed.launchers import Launch
 class FSDPBackend(DDPBackend):
     name = "fsdp"
     launch_order = 25  # before ddp, which uses the same launchers
-    flags_of_training = ("fsdp_reshard_after_forward", "fsdp_offload")
+    training_flags = ("fsdp_reshard_after_forward", "fsdp_offload")
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch, options, args)
@@ -26,10 +26,10 @@ class FSDPBackend(DDPBackend):
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        return cls.flag_said(args) is not None
+        return cls.given_flag(args) is not None
 
     @classmethod
-    def flag_said(cls, args: argparse.Namespace) -> str | None:
+    def given_flag(cls, args: argparse.Namespace) -> str | None:
         # A config.yaml that is read back holds the defaults for every backend, so they do not ask for FSDP.
         if args.fsdp_offload:
             return "--fsdp_offload"

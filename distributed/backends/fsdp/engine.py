@@ -32,7 +32,7 @@ from tandem.distributed.engines.optimizer_state import (
     unfuse,
     write_optimizer,
 )
-from tandem.distributed.engines.parts import GradientParts
+from tandem.distributed.engines.parts import OrderedSum
 from tandem.distributed.engines.reducer import GradientReducer
 from tandem.distributed.engines.replicated import ReplicatedEngine
 from tandem.distributed.errors import UserMistake
@@ -70,10 +70,10 @@ class FSDPEngine(ReplicatedEngine):
             group["params"] = [self._local[names[parameter]] for parameter in group["params"]]
         self._names = {local: name for name, local in self._local.items() if local.requires_grad}
         unsharded = [local for local, name in self._names.items() if name not in self._sharded]
-        self._parts: GradientParts | None = None
+        self._parts: OrderedSum | None = None
         if self._plan.batch_parts:
             full_parameters = [full_by_name.get(name, local) for local, name in self._names.items()]
-            self._parts = GradientParts(full_parameters, backend.comm, self._plan.grad_accum_steps)
+            self._parts = OrderedSum(full_parameters, backend.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         else:
             self._unsharded_reducer = GradientReducer(unsharded, backend.comm, self.name)
@@ -142,7 +142,7 @@ class FSDPEngine(ReplicatedEngine):
             return torch.func.functional_call(self.module, weights, args, kwargs)
 
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
-        gradient = self._guard.poison(loss, weight * self._loss_scale())
+        gradient = self._guard.initial_gradient(loss, weight * self._loss_scale())
         if self._parts is not None:
             self._parts.backward(loss, gradient, self._micro_batch, retain_graph)
             return
@@ -169,7 +169,7 @@ class FSDPEngine(ReplicatedEngine):
             self._parts.finish()
             gradients = self._parts.by_parameter
             for (local, name), parameter in zip(self._names.items(), self._parts.parameters, strict=True):
-                local.grad = self.held_part(name, gradients[parameter]).to(local.device)
+                local.grad = self.shard(name, gradients[parameter]).to(local.device)
             return self._gradients(), gradient_norm(self._parts.gradients)
         self._unsharded_reducer.finish()
         for local, name in self._names.items():
@@ -192,9 +192,9 @@ class FSDPEngine(ReplicatedEngine):
         ]:
             sums[0] = gradient_norm(sharded_gradients).square()
         if backend.world_size > 1:
-            sums[1].fill_(float(backend.stop.depart()))
+            sums[1].fill_(float(backend.stop.contribute()))
             backend.comm.all_reduce_(sums, f"{self.name}.norm").wait()
-            backend.stop.arrive(sums[1])
+            backend.stop.read_sum(sums[1])
         if self._unsharded_reducer.gradients:
             sums[0] += gradient_norm(self._unsharded_reducer.gradients).square()
         return sums[0].sqrt()
@@ -240,11 +240,11 @@ class FSDPEngine(ReplicatedEngine):
             finally:
                 self._reshard()
 
-    def held_weights(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         tensors = {**dict(self.module.named_buffers()), **self._local}
         return {name: tensors[name].detach() for name in self._shapes}
 
-    def whole_weight(self, name: str, local: Tensor) -> Tensor:
+    def unshard(self, name: str, local: Tensor) -> Tensor:
         if name not in self._sharded:
             return local
         rows, *rest = self._shapes[name]
@@ -255,10 +255,10 @@ class FSDPEngine(ReplicatedEngine):
         return flat.view(-1, *rest)[:rows]
 
     def _getters(self, local: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-        """By name, functions that return ``whole_weight`` of tensors like ``held_weights()``."""
-        return {name: partial(self.whole_weight, name, tensor) for name, tensor in local.items()}
+        """By name, functions that return ``unshard`` of tensors like ``local_shards()``."""
+        return {name: partial(self.unshard, name, tensor) for name, tensor in local.items()}
 
-    def held_part(self, name: str, full: Tensor) -> Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         if full.shape != self._shapes[name]:
             raise ValueError(f"the shape {tuple(full.shape)} is not the model's {tuple(self._shapes[name])}")
         if name not in self._sharded:
@@ -273,19 +273,19 @@ class FSDPEngine(ReplicatedEngine):
     def _read_state(self) -> dict[str, Any]:
         optimizer = read_optimizer(self._optimizer, self._names)
         optimizer["moments"] = {slot: self._getters(tensors) for slot, tensors in optimizer["moments"].items()}
-        weights = self._getters(self.held_weights())
+        weights = self._getters(self.local_shards())
         return {"weights": weights, "optimizer": optimizer, "scaler": self._scaler.state_dict()}
 
     @torch.no_grad()
     def _write_state(self, state: Mapping[str, Any]) -> None:
         self._reshard()
         check_names("weight", state["weights"], self._shapes)
-        for name, local in self.held_weights().items():
-            local.copy_(self.held_part(name, state["weights"][name]))
+        for name, local in self.local_shards().items():
+            local.copy_(self.shard(name, state["weights"][name]))
         optimizer = state["optimizer"]
         check_moments(self._optimizer, optimizer, {name: self._shapes[name] for name in self._names.values()})
         moments = {
-            slot: {name: self.held_part(name, tensor) for name, tensor in tensors.items()}
+            slot: {name: self.shard(name, tensor) for name, tensor in tensors.items()}
             for slot, tensors in optimizer["moments"].items()
         }
         write_optimizer(self._optimizer, self._names, {**optimizer, "moments": moments})

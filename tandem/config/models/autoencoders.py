@@ -19,7 +19,7 @@ from tandem.config.converters import (
     step_count_or_0,
     width,
 )
-from tandem.config.fields import ModelConfig, Needs, above_0, flag, flags_of, when
+from tandem.config.fields import ModelConfig, Requirement, above_0, flag, flags_of, when
 
 from .taming import BodyConfig, LatentConfig
 
@@ -59,13 +59,13 @@ def check_choices(config: ModelConfig) -> None:
 class DiscreteVAEConfig(ModelConfig):
     """Configuration of a `DiscreteVAE`."""
 
-    image_size: int = flag(128, "a power of two", pixels, lasting=True, title="images")
-    transparent: bool = flag(False, "RGBA instead of RGB", title="model", in_weights=True)
-    num_tokens: int = flag(8192, "size of the codebook", size, in_weights=True)
-    num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
-    num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, in_weights=True)
-    codebook_dim: int = flag(512, "width of a codebook entry", width, in_weights=True, also="emb_dim")
-    hidden_dim: int = flag(256, "channels of the convolutions", width, in_weights=True)
+    image_size: int = flag(128, "a power of two", pixels, fixed_on_resume=True, title="images")
+    transparent: bool = flag(False, "RGBA instead of RGB", title="model", architecture=True)
+    num_tokens: int = flag(8192, "size of the codebook", size, architecture=True)
+    num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, architecture=True)
+    num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, architecture=True)
+    codebook_dim: int = flag(512, "width of a codebook entry", width, architecture=True, aliases="emb_dim")
+    hidden_dim: int = flag(256, "channels of the convolutions", width, architecture=True)
     smooth_l1_loss: bool = flag(False, "smooth L1 instead of MSE", title="loss and schedules")
     kl_loss_weight: float = flag(
         0.0,
@@ -82,42 +82,42 @@ class QuantizerConfig(ModelConfig):
     """Configuration of the quantizer of a VQGAN or a video tokenizer. Options of other kinds have no effect."""
 
     quantizer: str = flag(
-        "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
+        "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", architecture=True
     )
     codebook_size: int = flag(
-        65536, "a power of two for lfq and bsq", size, in_weights=True, needs=when("quantizer", *QUANTIZERS)
+        65536, "a power of two for lfq and bsq", size, architecture=True, requires=when("quantizer", *QUANTIZERS)
     )
     codebook_dim: int = flag(
-        32, "width of a codebook entry (vq, ibq)", width, in_weights=True, needs=when("quantizer", "vq", "ibq")
+        32, "width of a codebook entry (vq, ibq)", width, architecture=True, requires=when("quantizer", "vq", "ibq")
     )
     vq_decay: float = flag(
         0.8,
         "decay of the averages that are the codebook (vq); with --init_from 0.99",
         fraction,
-        needs=when("quantizer", "vq"),
+        requires=when("quantizer", "vq"),
     )
     vq_cosine: bool = flag(
         False,
         "take the codebook entry at the smallest angle instead of distance (vq)",
-        in_weights=True,
-        needs=when("quantizer", "vq"),
+        architecture=True,
+        requires=when("quantizer", "vq"),
     )
     vq_gradient: str = flag(
         "straight_through",
         "gradient of the vectors (vq): that of their codebook entries, or that gradient rotated and scaled as from "
         "entry to vector (the rotation trick)",
         choices=("straight_through", "rotation"),
-        needs=when("quantizer", "vq"),
+        requires=when("quantizer", "vq"),
     )
     fsq_levels: tuple[int, ...] | None = flag(
         None,
         "levels per dimension, instead of those that make --codebook_size (fsq)",
         sizes,
-        in_weights=True,
-        needs=when("quantizer", "fsq"),
+        architecture=True,
+        requires=when("quantizer", "fsq"),
     )
     diversity_gamma: float = flag(
-        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, needs=_ENTROPY
+        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, requires=_ENTROPY
     )
     # The public implementations of LFQ have 100: bits beyond +-0.01 then get no gradient of the entropies, and one that
     # starts there stays as it is. 10 gave better images on photos, of more codes (docs/quantizers.md).
@@ -125,11 +125,11 @@ class QuantizerConfig(ModelConfig):
         10.0,
         "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
         positive_float,
-        needs=when("quantizer", "lfq", "bsq"),
+        requires=when("quantizer", "lfq", "bsq"),
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         for name, value in _QUANTIZER_DEFAULTS.get(args.quantizer, {}).items():
             if name not in args.explicit:
                 setattr(args, name, value)
@@ -146,22 +146,22 @@ class QuantizerLossFlags:
         "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
         non_negative_float,
         title="quantizer",
-        needs=when("quantizer", "lfq", "bsq", "vq", "ibq"),
+        requires=when("quantizer", "lfq", "bsq", "vq", "ibq"),
     )
     entropy_loss_weight: float = flag(
         0.1,
         "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
         "(lfq, bsq, ibq); ibq: 0.05",
         non_negative_float,
-        needs=_ENTROPY,
+        requires=_ENTROPY,
     )
     entropy_anneal_factor: float = flag(
         1.0,
         "at the start, the entropy loss counts this many times --entropy_loss_weight",
         positive_float,
-        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
+        requires=(_ENTROPY, above_0("entropy_anneal_steps")),
     )
-    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", step_count_or_0, needs=_ENTROPY)
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", step_count_or_0, requires=_ENTROPY)
 
 
 @dataclass
@@ -178,41 +178,45 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VQGAN`."""
 
     quantizer: str = flag(
-        "lfq", ", ".join(LATENTS.values()), choices=tuple(LATENTS), title="quantizer", in_weights=True
+        "lfq", ", ".join(LATENTS.values()), choices=tuple(LATENTS), title="quantizer", architecture=True
     )
-    image_size: int = flag(256, "a multiple of 2^num_layers", pixels, lasting=True, title="images")
+    image_size: int = flag(256, "a multiple of 2^num_layers", pixels, fixed_on_resume=True, title="images")
     dim: int = flag(
-        128, "channels at full resolution; muse: a halving doubles them", width, title="model", in_weights=True
+        128, "channels at full resolution; muse: a halving doubles them", width, title="model", architecture=True
     )
     num_layers: int = flag(
-        4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True, needs=when("body", "muse")
+        4,
+        "halvings of the side: a code stands for 2^N x 2^N pixels",
+        size,
+        architecture=True,
+        requires=when("body", "muse"),
     )
     num_resnet_blocks: tuple[int, ...] = flag(
         (1,),
         "residual blocks of the coarsest level, or of each level, finest first; taming: of each level (2), one more in "
         "the decoder",
         sizes,
-        in_weights=True,
+        architecture=True,
     )
     centred: bool = flag(
         True,
         "map images to [-1, 1] for the layers, and back; off for a model for muse-maskgit-pytorch",
-        in_weights=True,
-        needs=when("body", "muse"),
+        architecture=True,
+        requires=when("body", "muse"),
     )
     channels: int = 3
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         *finer, coarsest = args.num_resnet_blocks
         if not any(finer):  # "0,0,1" is "1", that of the coarsest level
             args.num_resnet_blocks = (coarsest,)
 
     @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         discriminator = model.get("discriminator", {})
         discriminator_flags = {f"discr_{name}": discriminator[name] for name in ("dim", "layers") if discriminator}
-        return {**super().shape_of(model, args), **discriminator_flags}
+        return {**super().architecture_of(model, args), **discriminator_flags}
 
 
 @dataclass
@@ -247,7 +251,7 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     """Configuration of a `VideoTokenizer`."""
 
     image_size: int = flag(
-        128, "a multiple of patch_size x 2^(compress_space layers)", pixels, lasting=True, title="images"
+        128, "a multiple of patch_size x 2^(compress_space layers)", pixels, fixed_on_resume=True, title="images"
     )
     layers: str = flag(
         _LAYERS,
@@ -256,50 +260,50 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
         "attend_time, linear_attend_space, gateloop_time, adaptive",
         metavar="NAME[:N],...",
         title="model",
-        in_weights=True,
+        architecture=True,
     )
-    init_dim: int = flag(64, "channels before the first layer", width, in_weights=True)
-    max_dim: int | None = flag(None, "no layer has more channels (default: no limit)", width, in_weights=True)
-    input_kernel: int = flag(7, "side of the first convolution's kernel", size, in_weights=True)
-    output_kernel: int = flag(3, "side of the last convolution's kernel", size, in_weights=True)
-    residual_kernel: int = flag(3, "side of the residual layers' kernels", size, in_weights=True)
+    init_dim: int = flag(64, "channels before the first layer", width, architecture=True)
+    max_dim: int | None = flag(None, "no layer has more channels (default: no limit)", width, architecture=True)
+    input_kernel: int = flag(7, "side of the first convolution's kernel", size, architecture=True)
+    output_kernel: int = flag(3, "side of the last convolution's kernel", size, architecture=True)
+    residual_kernel: int = flag(3, "side of the residual layers' kernels", size, architecture=True)
     pad_mode: str = flag(
         "constant",
         "padding in space of the first and the last convolution",
         choices=("constant", "replicate", "reflect"),
-        in_weights=True,
+        architecture=True,
     )
     norm: str = flag(
         "none",
         "rms: RMSNorm over the channels of each position before the convolutions of residual layers",
         choices=("none", "rms"),
-        in_weights=True,
+        architecture=True,
     )
     patch_size: int = flag(
-        1, "cut frames into patches of this side first; a power of two", size, metavar="PIXELS", in_weights=True
+        1, "cut frames into patches of this side first; a power of two", size, metavar="PIXELS", architecture=True
     )
     patch: str = flag(
         "haar",
         "what a patch becomes: its Haar wavelet coefficients, or its pixels",
         choices=("haar", "pixels"),
-        in_weights=True,
-        needs=Needs("patch_size", "above 1", lambda args: args.patch_size > 1),
+        architecture=True,
+        requires=Requirement("patch_size", "above 1", lambda args: args.patch_size > 1),
     )
-    separate_first_frame: bool = flag(False, "give the first frame convolutions of its own", in_weights=True)
+    separate_first_frame: bool = flag(False, "give the first frame convolutions of its own", architecture=True)
     time_window: int = flag(
         16,
         "attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning",
         size_or_0,
         metavar="FRAMES",
-        lasting=True,
-        needs=Needs("layers", "with attend_time", lambda args: "attend_time" in args.layers),
+        fixed_on_resume=True,
+        requires=Requirement("layers", "with attend_time", lambda args: "attend_time" in args.layers),
     )
     soft_clamp: float = flag(
         10.0,
         "lfq gets X tanh(z / X) instead of z; 0: z",
         non_negative_float,
-        in_weights=True,
-        needs=when("quantizer", "lfq"),
+        architecture=True,
+        requires=when("quantizer", "lfq"),
     )
     codebook_size: int = 1024
     diversity_gamma: float = 2.5

@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.config.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
 from tandem.config.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
-from tandem.config.fields import ModelConfig, Needs, flag, flags_of, when
+from tandem.config.fields import ModelConfig, Requirement, flag, flags_of, when
 
 from .autoencoders import RecomputingConfig
 
@@ -30,7 +30,7 @@ LOWRES_CONDITIONS = ("noise", "blur", "none")
 
 @dataclass
 class UnetConfig(ModelConfig):
-    """Configuration of a `Unet`. Once it is made, `num_resnet_blocks` and `self_attn` have a value for each level.
+    """Configuration of a `Unet`. Once it is from_dict, `num_resnet_blocks` and `self_attn` have a value for each level.
 
     Args:
         dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
@@ -132,87 +132,89 @@ class DecoderConfig(RecomputingConfig):
         pixels,
         nargs="+",
         title="model (one value for all Unets, or one for each)",
-        in_weights=True,
-        also="image_size",
+        architecture=True,
+        aliases="image_size",
     )
-    dim: list[int] = per_unet([128], "channels of the finest level", width, in_weights=True)
+    dim: list[int] = per_unet([128], "channels of the finest level", width, architecture=True)
     dim_mults: list[tuple[int, ...]] = per_unet(
         [(1, 2, 3, 4)],
         "channels of each level, finest first, as multiples of --dim; each further level halves the side",
         sizes,
-        in_weights=True,
+        architecture=True,
     )
     cond_dim: list[int] | None = per_unet(
-        None, "width of the tokens that cross-attention sees (default: --dim)", width, in_weights=True
+        None, "width of the tokens that cross-attention sees (default: --dim)", width, architecture=True
     )
     num_resnet_blocks: list[tuple[int, ...]] = per_unet(
-        [(2,)], "residual blocks per level: one number, or one for each level", sizes, in_weights=True
+        [(2,)], "residual blocks per level: one number, or one for each level", sizes, architecture=True
     )
     self_attn: list[tuple[int, ...]] = per_unet(
-        [(0,)], "self-attention at the end of a level: 0 or 1, for all levels or for each", sizes, in_weights=True
+        [(0,)], "self-attention at the end of a level: 0 or 1, for all levels or for each", sizes, architecture=True
     )
-    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, in_weights=True)
-    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, in_weights=True)
-    cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, in_weights=True)
-    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, in_weights=True)
-    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, in_weights=True)
+    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, architecture=True)
+    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, architecture=True)
+    cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, architecture=True)
+    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, architecture=True)
+    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, architecture=True)
     switches: list[tuple[str, ...]] = per_unet(
-        [()], f"none, or a comma list of {', '.join(_SWITCHES)}", Names(*_SWITCHES), in_weights=True
+        [()], f"none, or a comma list of {', '.join(_SWITCHES)}", Names(*_SWITCHES), architecture=True
     )
     condition_on: tuple[str, ...] = flag(
         ("image",),
         "conditions of the first Unet: none, or a comma list of image, text",
         Names("image", "text"),
         title="conditions",
-        in_weights=True,
+        architecture=True,
     )
     image_embed_scale: float = flag(
         0.0,
         "factor on image embeddings; 0: the square root of their width, which gives unit-length ones "
         "entries of about 1",
         non_negative_float,
-        in_weights=True,
-        needs=BY_IMAGE,
+        architecture=True,
+        requires=BY_IMAGE,
     )
     max_text_len: int = flag(
         256,
         "text encodings are padded to so many tokens; longer ones are refused",
         size,
         metavar="TOKENS",
-        in_weights=True,
-        needs=BY_TEXT,
+        architecture=True,
+        requires=BY_TEXT,
     )
     noise_schedule: list[str] = per_unet(
         ["cosine"],
         "how the signal-to-noise ratio falls over the noise levels",
         choices=SCHEDULES,
         title=ONE_EACH,
-        in_weights=True,
-        also="beta_schedule",
+        architecture=True,
+        aliases="beta_schedule",
     )
-    objective: list[str] = per_unet(["v"], "what a Unet predicts", choices=OBJECTIVES, in_weights=True)
+    objective: list[str] = per_unet(["v"], "what a Unet predicts", choices=OBJECTIVES, architecture=True)
     learned_variance: list[int] = per_unet(
         [0],
         "also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)",
         int,
         choices=(0, 1),
         metavar="0|1",
-        in_weights=True,
+        architecture=True,
     )
-    timesteps: int = flag(1000, "noise levels", size, title=SAME_FOR_ALL, in_weights=True)
-    zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
+    timesteps: int = flag(1000, "noise levels", size, title=SAME_FOR_ALL, architecture=True)
+    zero_terminal_snr: bool = flag(
+        True, "the highest noise level is noise alone (Lin et al. 2023)", fixed_on_resume=True
+    )
     lowres_condition: str = flag(
         "blur",
         "how an upsampling Unet's condition is degraded in training, so that it tolerates errors of the Unet before",
         choices=LOWRES_CONDITIONS,
-        lasting=True,
-        needs=SEVERAL,
+        fixed_on_resume=True,
+        requires=SEVERAL,
     )
     lowres_noise_level: float = flag(
         0.2,
         "noise of the condition when sampling, a share of its 1000 levels",
         fraction,
-        needs=when("lowres_condition", "noise"),
+        requires=when("lowres_condition", "noise"),
     )
     image_embed_dim: int | None = None
     text_embed_dim: int | None = None
@@ -244,7 +246,7 @@ class DecoderConfig(RecomputingConfig):
         Raises:
             ValueError: one line, if texts have more tokens than --max_text_len.
         """
-        config = DecoderConfig.of(args)
+        config = DecoderConfig.from_args(args)
         config.clip = dict(clip) if clip and args.condition_on else None
         if "image" in args.condition_on:
             config.image_embed_dim = widths["image_embed"]
@@ -256,10 +258,10 @@ class DecoderConfig(RecomputingConfig):
         return config
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
             spread(cls, args)
-            config = DecoderConfig.of(args)
+            config = DecoderConfig.from_args(args)
             for _, name, _, _ in flags_of(DecoderConfig):
                 setattr(args, name, getattr(config, name))
         except ValueError as error:
@@ -269,12 +271,12 @@ class DecoderConfig(RecomputingConfig):
             parser.error(f"--image_sizes {sides}: give them ascending, the smallest first")
 
     @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         sizes = model["image_sizes"]
         if "image_sizes" in args.explicit and len(args.image_sizes) != len(sizes):  # no other flag can be compared
             hint = f"they need --image_sizes {' '.join(map(str, sizes))}"
             raise ValueError(f"the weights in {args.init_from} are of another model; {hint}")
-        return {**super().shape_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}
+        return {**super().architecture_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}
 
     def unets(self) -> list[UnetConfig]:
         """The configuration of each Unet, the smallest first; only that one has the conditions."""
@@ -293,8 +295,8 @@ class DecoderConfig(RecomputingConfig):
 
 
 #: Of flags that only guidance needs.
-CONDITIONAL = Needs("condition_on", "image or text", lambda args: bool(getattr(args, "condition_on", True)))
-GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
+CONDITIONAL = Requirement("condition_on", "image or text", lambda args: bool(getattr(args, "condition_on", True)))
+GUIDED = Requirement("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
 
 
 @dataclass
@@ -309,7 +311,7 @@ class Sampling(ModelConfig):
         [1.0],
         "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
         non_negative_float,
-        needs=CONDITIONAL,
+        requires=CONDITIONAL,
     )
     guidance_interval: list[float] | None = flag(
         None,
@@ -317,24 +319,24 @@ class Sampling(ModelConfig):
         non_negative_float,
         nargs=2,
         metavar=("LOW", "HIGH"),
-        needs=(CONDITIONAL, GUIDED),
+        requires=(CONDITIONAL, GUIDED),
     )
     ddim_eta: float = flag(
         0.0,
         "fresh noise in each step of ddim: 0 none, 1 as much as ddpm",
         non_negative_float,
-        also="ddim_sampling_eta",
-        needs=when("sampler", "ddim"),
+        aliases="ddim_sampling_eta",
+        requires=when("sampler", "ddim"),
     )
     dynamic_thresholding: float = flag(
         0.0,
         "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
         fraction,
-        also="dynamic_thres_percentile",
+        aliases="dynamic_thres_percentile",
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
             parser.error("--guidance_interval: the first number has to be the smaller one")
 

@@ -32,7 +32,7 @@ _BANDS = (when("spectrogram", "log_mel"), _AUDIO)
 _MUSICLM_FIXED = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
 _MUSICLM_WINDOWS = {"n_fft": 128, "win_length": 24, "hop_length": 12}
 #: Arguments that a file of musiclm-pytorch lacks.
-UNSAID = ("sample_rate", "n_fft", "hop_length")
+NOT_IN_FILE = ("sample_rate", "n_fft", "hop_length")
 
 
 @dataclass
@@ -49,12 +49,12 @@ class MuLaNConfig(RecomputingConfig):
         "tandem",
         "tandem: this project's model; musiclm: that of musiclm-pytorch, which loads its weights",
         choices=("tandem", "musiclm"),
-        in_weights=True,
+        architecture=True,
         title="model",
     )
-    dim_latent: int = flag(128, "width of the common space", width, in_weights=True)
+    dim_latent: int = flag(128, "width of the common space", width, architecture=True)
     sample_rate: int = flag(
-        16000, "all sounds are resampled to this rate", size, metavar="HZ", title="sounds and texts", in_weights=True
+        16000, "all sounds are resampled to this rate", size, metavar="HZ", title="sounds and texts", architecture=True
     )
     clip_seconds: float = flag(
         10.0,
@@ -62,114 +62,123 @@ class MuLaNConfig(RecomputingConfig):
         positive_float,
         metavar="SECONDS",
     )
-    max_text_tokens: int = flag(256, "texts are cut off after so many tokens", size, metavar="TOKENS", in_weights=True)
+    max_text_tokens: int = flag(
+        256, "texts are cut off after so many tokens", size, metavar="TOKENS", architecture=True
+    )
     n_fft: int = flag(
         1024,
         "length of the Fourier transform's window",
         size,
         metavar="SAMPLES",
-        in_weights=True,
+        architecture=True,
         title="spectrogram",
-        also="spec_n_fft",
-        needs=_AUDIO,
+        aliases="spec_n_fft",
+        requires=_AUDIO,
     )
     win_length: int | None = flag(
         None,
         "length of the window, in the middle of the Fourier transform's (default: --n_fft)",
         size,
         metavar="SAMPLES",
-        in_weights=True,
-        also="spec_win_length",
-        needs=_AUDIO,
+        architecture=True,
+        aliases="spec_win_length",
+        requires=_AUDIO,
     )
     hop_length: int = flag(
         160,
         "distance between two windows of the Fourier transform",
         size,
         metavar="SAMPLES",
-        in_weights=True,
-        also="spec_hop_length",
-        needs=_AUDIO,
+        architecture=True,
+        aliases="spec_hop_length",
+        requires=_AUDIO,
     )
     spectrogram: str = flag(
         "log_mel",
         "kind of spectrogram that the model is given",
         choices=("log_mel", "power"),
-        in_weights=True,
-        needs=_AUDIO,
+        architecture=True,
+        requires=_AUDIO,
     )
     spectrogram_padding: str = flag(
         "silence",
         "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
         choices=("silence", "reflect"),
-        in_weights=True,
-        needs=_AUDIO,
-        also="spec_pad_mode",
+        architecture=True,
+        requires=_AUDIO,
+        aliases="spec_pad_mode",
     )
-    n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_BANDS)
+    n_mels: int = flag(64, "number of mel bands", size, architecture=True, requires=_BANDS)
     fmin: float = flag(
-        0.0, "where the mel bands begin", non_negative_float, metavar="HZ", in_weights=True, needs=_BANDS
+        0.0, "where the mel bands begin", non_negative_float, metavar="HZ", architecture=True, requires=_BANDS
     )
     fmax: float | None = flag(
         None,
         "highest frequency of the mel bands (default: half of --sample_rate)",
         positive_float,
         metavar="HZ",
-        in_weights=True,
-        needs=_BANDS,
+        architecture=True,
+        requires=_BANDS,
     )
     time_mask_fraction: float = flag(0.2, "SpecAugment: mask up to this fraction of the time", fraction)
     frequency_mask_fraction: float = flag(0.25, "SpecAugment: mask up to this fraction of the frequencies", fraction)
-    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", in_weights=True, needs=_AUDIO)
-    audio_depth: int = flag(6, "layers of the audio tower", size, in_weights=True, needs=_AUDIO)
-    text_dim: int = flag(512, "width of the text tower", width, in_weights=True, needs=_TEXT)
-    text_depth: int = flag(6, "layers of the text tower", size, in_weights=True, needs=_TEXT)
-    heads: int = flag(8, "attention heads of both towers", size, in_weights=True)
-    dim_head: int = flag(64, "width of an attention head", width, in_weights=True)
+    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", architecture=True, requires=_AUDIO)
+    audio_depth: int = flag(6, "layers of the audio tower", size, architecture=True, requires=_AUDIO)
+    text_dim: int = flag(512, "width of the text tower", width, architecture=True, requires=_TEXT)
+    text_depth: int = flag(6, "layers of the text tower", size, architecture=True, requires=_TEXT)
+    heads: int = flag(8, "attention heads of both towers", size, architecture=True)
+    dim_head: int = flag(64, "width of an attention head", width, architecture=True)
     audio_heads: int | None = flag(
-        None, "heads of the audio tower (default: --heads)", size, in_weights=True, needs=_AUDIO
+        None, "heads of the audio tower (default: --heads)", size, architecture=True, requires=_AUDIO
     )
     audio_dim_head: int | None = flag(
-        None, "width of a head of the audio tower (default: --dim_head)", width, in_weights=True, needs=_AUDIO
+        None, "width of a head of the audio tower (default: --dim_head)", width, architecture=True, requires=_AUDIO
     )
     text_heads: int | None = flag(
-        None, "heads of the text tower (default: --heads)", size, in_weights=True, needs=_TEXT
+        None, "heads of the text tower (default: --heads)", size, architecture=True, requires=_TEXT
     )
     text_dim_head: int | None = flag(
-        None, "width of a head of the text tower (default: --dim_head)", width, in_weights=True, needs=_TEXT
+        None, "width of a head of the text tower (default: --dim_head)", width, architecture=True, requires=_TEXT
     )
     ff_mult: int = flag(
-        4, "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU", size, in_weights=True
+        4, "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU", size, architecture=True
     )
     attn_dropout: float = flag(
         0.0, "part of the attention weights, and of the outputs of attention, that is dropped in training", fraction
     )
     ff_dropout: float = flag(0.0, "part of the inner numbers of the feed-forwards dropped in training", fraction)
     patch_size: int = flag(
-        16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True, needs=_AUDIO
+        16, "side of a patch of the spectrogram", size, metavar="BINS", architecture=True, requires=_AUDIO
     )
     patch_dropout: float = flag(
-        0.25, "part of the patches that is left out in training", fraction, also="patch_dropout_prob", needs=_AUDIO
+        0.25,
+        "part of the patches that is left out in training",
+        fraction,
+        aliases="patch_dropout_prob",
+        requires=_AUDIO,
     )
     hierarchical_layers: int = flag(
         0,
         "apply the loss to the outputs of this number of layers before the last, too",
         size_or_0,
-        in_weights=True,
-        also="hierarchical_contrastive_loss_layers",
+        architecture=True,
+        aliases="hierarchical_contrastive_loss_layers",
     )
     hierarchical_spacing: str = flag(
         "last",
         "layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on",
         choices=("last", "even"),
-        in_weights=True,
-        needs=above_0("hierarchical_layers"),
+        architecture=True,
+        requires=above_0("hierarchical_layers"),
     )
     freeze_text_tower: bool = flag(
-        False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")
+        False,
+        "do not train the weights of --text_tower",
+        title="pretrained towers",
+        requires=given("text_tower", "PATH"),
     )
     freeze_audio_tower: bool = flag(
-        False, "do not train the weights of --audio_tower", needs=given("audio_tower", "PATH")
+        False, "do not train the weights of --audio_tower", requires=given("audio_tower", "PATH")
     )
     init_temperature: float = flag(
         10.0,
@@ -178,7 +187,10 @@ class MuLaNConfig(RecomputingConfig):
         title="loss",
     )
     init_bias: float = flag(
-        -10.0, "added to the scaled cosines at the start; learned (sigmoid)", any_float, needs=when("loss", "sigmoid")
+        -10.0,
+        "added to the scaled cosines at the start; learned (sigmoid)",
+        any_float,
+        requires=when("loss", "sigmoid"),
     )
     vocab_size: int = 49408
     text_tower: Any = None
@@ -202,19 +214,19 @@ class MuLaNConfig(RecomputingConfig):
                     self.vocab_size = tower["vocab_size"]
 
     @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         for name in ("text_tower", "audio_tower"):
             if model.get(name) and not getattr(args, name):
                 raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
-        shape = super().shape_of(model, args)
+        shape = super().architecture_of(model, args)
         shape |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
         if "assumed" in model:  # a file of musiclm-pytorch lacks these: then the flags give them
             shape["clip_seconds"] = model["clip_seconds"]
-            return {name: value for name, value in shape.items() if name not in args.explicit.intersection(UNSAID)}
+            return {name: value for name, value in shape.items() if name not in args.explicit.intersection(NOT_IN_FILE)}
         return shape
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Set the values of the layout "musiclm": its windows, unless one is given, and the fixed ones. Fill in the
         sizes that are not given."""
         if args.layout == "musiclm":
@@ -222,7 +234,7 @@ class MuLaNConfig(RecomputingConfig):
             for name, value in {**_MUSICLM_FIXED, **windows}.items():
                 if name not in args.explicit:
                     setattr(args, name, value)
-        config = MuLaNConfig.of(args)
+        config = MuLaNConfig.from_args(args)
         for _, name, _, _ in flags_of(MuLaNConfig):
             setattr(args, name, getattr(config, name))
 
@@ -288,19 +300,19 @@ class TowerFlags:
         "pretrained text tower: an open_clip state dict, or a transformers folder of CLIP, BERT or RoBERTa",
         PATH,
         title="pretrained towers",
-        lasting=bool,
+        fixed_on_resume=bool,
     )
     text_tower_quick_gelu: bool = flag(
         False,
         "--text_tower is the state dict of a model with quick_gelu, as OpenAI's",
-        needs=given("text_tower", "PATH"),
+        requires=given("text_tower", "PATH"),
     )
     audio_tower: str | None = flag(
-        None, "pretrained audio tower: a transformers folder of an AST", FOLDER, lasting=bool
+        None, "pretrained audio tower: a transformers folder of an AST", FOLDER, fixed_on_resume=bool
     )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Take the tokenizer that is in the folder of the text tower, unless one is given."""
         if args.text_tower and "tokenizer" not in args.explicit:
             folder = Path(args.text_tower).expanduser()

@@ -27,43 +27,45 @@ class BodyConfig(ModelConfig):
         "Diffusion's VAE), LlamaGen and IBQ have too",
         choices=("muse", TAMING),
         title="model",
-        in_weights=True,
+        architecture=True,
     )
     ch_mult: tuple[int, ...] = flag(
         (1, 1, 2, 2, 4),
         "channels of each level in units of --dim, finest first; every level but the last halves the side",
         sizes,
-        in_weights=True,
-        needs=_IS_TAMING,
+        architecture=True,
+        requires=_IS_TAMING,
     )
     attention_levels: tuple[int, ...] | None = flag(
         None,
         "levels with attention after each residual block, 0 is full resolution (default: none; the middle has one); "
         "attn_resolutions 16 of a resolution of 256 is level 4",
         sizes,
-        in_weights=True,
-        needs=_IS_TAMING,
+        architecture=True,
+        requires=_IS_TAMING,
     )
     z_channels: int | None = flag(
         None,
         "channels between encoder and quant_conv (default: those of a code or a latent)",
         width,
-        in_weights=True,
-        needs=_IS_TAMING,
+        architecture=True,
+        requires=_IS_TAMING,
     )
     quant_conv: bool = flag(
-        True, "1 x 1 convolutions around the quantizer; SD3 and FLUX have none", in_weights=True, needs=_IS_TAMING
+        True, "1 x 1 convolutions around the quantizer; SD3 and FLUX have none", architecture=True, requires=_IS_TAMING
     )
     force_upcast: bool = flag(
         True,
         "let --to diffusers write that diffusers decodes in fp32 where all else is fp16",
-        lasting=True,
-        needs=_IS_TAMING,
+        fixed_on_resume=True,
+        requires=_IS_TAMING,
     )
-    norm_groups: int = flag(32, "groups of every GroupNorm; they divide --dim", size, in_weights=True, needs=_IS_TAMING)
+    norm_groups: int = flag(
+        32, "groups of every GroupNorm; they divide --dim", size, architecture=True, requires=_IS_TAMING
+    )
 
     @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         if args.body == TAMING:
             args.num_layers = len(args.ch_mult) - 1
             if "num_resnet_blocks" not in args.explicit:
@@ -75,28 +77,28 @@ class LatentConfig(ModelConfig):
     """Configuration of a continuous latent (--quantizer kl). Its scale is measured in training, unless it is given."""
 
     latent_dim: int = flag(
-        4, "channels of a latent (kl)", width, title="quantizer", in_weights=True, needs=when("quantizer", KL)
+        4, "channels of a latent (kl)", width, title="quantizer", architecture=True, requires=when("quantizer", KL)
     )
     scaling_factor: float | None = flag(
         None,
         "factor of a generator's latents, after --shift_factor is subtracted (kl; default: 1 / their "
         "standard deviation, measured over the training images)",
         positive_float,
-        lasting=True,
-        needs=when("quantizer", KL),
+        fixed_on_resume=True,
+        requires=when("quantizer", KL),
     )
     shift_factor: float | None = flag(
         None,
         "mean of the latents (kl; default: 0 beside --scaling_factor, else measured)",
         any_float,
-        lasting=True,
-        needs=(when("quantizer", KL), given("scaling_factor", "X")),
+        fixed_on_resume=True,
+        requires=(when("quantizer", KL), given("scaling_factor", "X")),
     )
 
     @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         """Without a measured scale: the run goes on measuring, from the averages in the weights."""
-        return super().shape_of(unmeasured(model), args)
+        return super().architecture_of(unmeasured(model), args)
 
 
 def check_scale(config: LatentConfig) -> None:
@@ -125,12 +127,12 @@ class LatentLossFlags:
         "what the decoder is trained on: a sample of the latent's Gaussian, or its mode (kl)",
         choices=("sample", "mode"),
         title="quantizer",
-        needs=when("quantizer", KL),
+        requires=when("quantizer", KL),
     )
     # Latent diffusion has 1e-6 beside an absolute error of images in [-1, 1], which is twice that of [0, 1].
     kl_loss_weight: float = flag(
         5e-7,
         "weight of the KL to the standard normal in nats, summed over an image as the reconstruction error is (kl)",
         non_negative_float,
-        needs=when("quantizer", KL),
+        requires=when("quantizer", KL),
     )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.data.sources.files import shown
-from tandem.data.sources.record import Entry, open_entry
+from tandem.data.sources.record import FileRef, open_entry
 from tandem.io.reading import other_kind
 
 Array = npt.NDArray[np.float32]
@@ -24,7 +24,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 class StoredArray(NamedTuple):
     """An array of floats in a .npy file: the first byte of its numbers, its shape and their type."""
 
-    entry: Entry
+    entry: FileRef
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -48,7 +48,7 @@ class StoredArray(NamedTuple):
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
 
 
-def find_array(entry: Entry) -> StoredArray:
+def find_array(entry: FileRef) -> StoredArray:
     """The array of a .npy file, or of the part of a file that is one. Only its header is read.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
@@ -71,7 +71,7 @@ def find_array(entry: Entry) -> StoredArray:
     return StoredArray(entry, header.tell(), shape, dtype)
 
 
-def _read_part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
+def _read_part(entry: FileRef, offset: int, size: int) -> tuple[bytes, int]:
     """At most `size` bytes from `offset` of an entry, and the entry's size."""
     with open_entry(entry) as file:
         n_bytes = file.seek(0, os.SEEK_END)

@@ -71,7 +71,7 @@ def why_unread(file: Any) -> str:
     return f"it is {kind}, which Pillow does not read: save it as grey or RGB of 8 or 16 bits without a sign"
 
 
-def in_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
+def to_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
     """A picture of `resizable` in sRGB: L, LA, RGB or RGBA. As in browsers, a damaged profile, or one for another kind
     of pixels, is ignored, and a picture without a profile is taken for sRGB."""
     has_alpha = picture.mode in ("LA", "RGBA")

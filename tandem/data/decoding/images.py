@@ -19,12 +19,12 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.data.bad_samples import Incomplete, tell_partly_read
+from tandem.data.bad_samples import SampleIncomplete, report_partly_read
 from tandem.data.hashing import Draws, derive_key
-from tandem.data.sources.record import Entry, open_entry
+from tandem.data.sources.record import FileRef, open_entry
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
-from .colours import in_srgb, resizable, why_unread
+from .colours import resizable, to_srgb, why_unread
 
 # Pillow's formats and the endings by which their files are found. The content decides the format, so a GIF called .png
 # is read too. Not all formats are allowed: PostScript would start Ghostscript.
@@ -136,7 +136,7 @@ def check_shape(width: float, height: float) -> None:
 
 
 def decode_image(
-    entry: Entry,
+    entry: FileRef,
     image_size: int,
     channels: int,
     enlarge: bool = True,
@@ -152,9 +152,9 @@ def decode_image(
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha. Colours
     are those of sRGB: of a file with the profile of another space they are converted.
     Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
-    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
-    shorter side has fewer than `image_size` pixels. With Pillow's LOAD_TRUNCATED_IMAGES, a truncated file gives what
-    can be decoded; the rest is black or grey.
+    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `SampleIncomplete`
+    if the shorter side has fewer than `image_size` pixels. With Pillow's LOAD_TRUNCATED_IMAGES, a truncated file gives
+    what can be decoded; the rest is black or grey.
     """
     with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as handle:
         file = io.BufferedReader(handle, _BUFFER) if isinstance(handle, io.RawIOBase) else handle
@@ -162,9 +162,9 @@ def decode_image(
             with _open_image(file) as image:
                 picture = decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
                 if _has_more_pictures(image, file):
-                    tell_partly_read("it holds several pictures, of which the first is read")
+                    report_partly_read("it holds several pictures, of which the first is read")
                 return picture
-        except Incomplete:
+        except SampleIncomplete:
             raise
         except ValueError:
             pixels = _strip_png(file)
@@ -236,10 +236,10 @@ def decode_picture(
 ) -> Tensor:
     """`decode_image` for an open Pillow picture; the result is the same for a file that is not decoded yet."""
     if not enlarge and min(image.size) < image_size:
-        raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
+        raise SampleIncomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
         if resize != OURS:
-            picture = in_srgb(resizable(image), image.info.get("icc_profile"))
+            picture = to_srgb(resizable(image), image.info.get("icc_profile"))
             picture = _convert_channels(_turn_upright(picture, image), channels)
             return _to_tensor(_crop_center(RESIZES[resize](picture, image_size), image_size))
         left, top, side = _decode_small(image, image_size, cut)
@@ -248,7 +248,7 @@ def decode_picture(
             box, size = _region_in_shape(side + 2 * left, side + 2 * top, image_size, multiple)
         # Pillow weights colours by alpha.
         picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
-        picture = in_srgb(picture, image.info.get("icc_profile"))
+        picture = to_srgb(picture, image.info.get("icc_profile"))
         return _to_tensor(_convert_channels(_turn_upright(picture, image), channels))
     except Exception as error:
         raise _one_line_error(error) from error

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from tandem.data.hashing import Draws
-from tandem.data.sources.files import LocalBytes
-from tandem.data.sources.record import Entry, open_entry
+from tandem.data.sources.files import LocalFile
+from tandem.data.sources.record import FileRef, open_entry
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
@@ -61,7 +61,7 @@ class ClipDecoder:
     clip_samples: int
     seed: int = 0
 
-    def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, entry: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
         end_seconds. With `augment`, (seed, epoch, index) determine the place of the clip; else it is the middle. A
         shorter sound is repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
@@ -72,7 +72,7 @@ class ClipDecoder:
         with _open_sound(entry) as sound:
             return torch.from_numpy(self._cut_clip(sound, choose, entry))
 
-    def spread(self, entry: Entry, most: int) -> Tensor:
+    def spread(self, entry: FileRef, most: int) -> Tensor:
         """The clips (k, clip_samples) that cover a sound, at most `most`, spread evenly from its beginning to its end,
         see `clip_starts`. Nothing else of it is decoded. Raises what `load` raises."""
         with _open_sound(entry) as sound:
@@ -82,7 +82,7 @@ class ClipDecoder:
         clips = [entry._replace(start_seconds=begin / rate, end_seconds=(begin + size) / rate) for begin in starts]
         return torch.stack([self.load(part, 0) for part in (clips if len(clips) > 1 else [entry])])
 
-    def _cut_clip(self, sound: Any, choose: Callable[[int], int], entry: Entry) -> Array:
+    def _cut_clip(self, sound: Any, choose: Callable[[int], int], entry: FileRef) -> Array:
         (first, last), rate = _find_part(sound, entry), sound.samplerate
         clip_frames = -(-self.clip_samples * rate // self.sample_rate)
         step = _clip_step(rate, self.sample_rate)
@@ -135,7 +135,7 @@ def clip_starts(frames: int, clip_frames: int, most: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _open_sound(entry: Entry) -> Iterator[Any]:
+def _open_sound(entry: FileRef) -> Iterator[Any]:
     """An open soundfile.SoundFile. Errors of libsndfile inside the context become ValueErrors of one line."""
     import soundfile
 
@@ -147,7 +147,7 @@ def _open_sound(entry: Entry) -> Iterator[Any]:
             # By descriptor, because file names need not be valid text.
             with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
                 if sound.format != "FLAC" or sound.frames < _UNKNOWN_FRAMES:
-                    whole = LocalBytes(file.fileno()) if is_local else _OpenBytes(file)
+                    whole = LocalFile(file.fileno()) if is_local else _OpenBytes(file)
                     check_nothing_appended(sound, lambda offset, size: whole.pread(size, offset), whole.size)
                     yield sound
                     return
@@ -200,7 +200,7 @@ def _clip_step(rate: int, target: int) -> int:
     return step if step <= rate // 20 else 1
 
 
-def _find_part(sound: Any, entry: Entry) -> tuple[int, int]:
+def _find_part(sound: Any, entry: FileRef) -> tuple[int, int]:
     """The first frame of the requested part, and the one behind its last. Raises ValueError, in one line, if there is
     no such part, or the header is impossible."""
     if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:

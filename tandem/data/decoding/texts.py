@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tandem.io.reading import BYTE_ORDER_MARK, parse_json, plain_text, text_lines
 
 _LONGEST_TEXT, _LONGEST_SENTENCE = 1 << 20, 1 << 16  # bytes
@@ -21,7 +21,7 @@ class Texts(NamedTuple):
     label: str | None
 
 
-def read_texts(entry: Entry) -> Texts:
+def read_texts(entry: FileRef) -> Texts:
     """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if its content has neither form.
@@ -35,7 +35,7 @@ def read_texts(entry: Entry) -> Texts:
         raise ValueError(f"its caption file {os.path.basename(entry.name)} cannot be read: {error}") from None
 
 
-def read_sentence(entry: Entry) -> str:
+def read_sentence(entry: FileRef) -> str:
     """The text in a file as one line, with single spaces; at most 64 KiB are read. Raises what `read_texts` raises."""
     try:
         return sentence(plain_text(entry.read(_LONGEST_SENTENCE)))

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.data.bad_samples import Unsuitable, reason_of
+from tandem.data.bad_samples import SampleSkipped, reason_of
 from tandem.data.hashing import Draws
-from tandem.data.sources.record import Entry, open_entry
+from tandem.data.sources.record import FileRef, open_entry
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
 
@@ -50,7 +50,7 @@ class ClipDecoder:
         image_size: Side of a frame in pixels: the shorter side of the video is resized to it, the longer one cropped.
         fps: Frames per second of a clip, or None to take every `frame_stride`-th frame of the file.
         short_clips: What to do with a video shorter than a clip: "repeat" it, "hold" its last frame, or "skip" it as
-            `Unsuitable`.
+            `SampleSkipped`.
         clip_starts: Where clips begin in training: "anywhere", or at the last "keyframe" before a random time, which
             saves decoding the frames between, and makes clips after rare key frames likelier.
         crop: How all frames of a clip are cropped in training; else the centre crop.
@@ -65,7 +65,7 @@ class ClipDecoder:
     seed: int = 0
     crop: Crop = CENTER
 
-    def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, entry: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), between
         start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine the place of the
         clip; else it is the middle.
@@ -81,7 +81,7 @@ class ClipDecoder:
                 frames = self._decode_clip(video, entry, fraction, augment and self.clip_starts == "keyframe", cut)
         return self.filled(frames)
 
-    def frames(self, entry: Entry, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
+    def frames(self, entry: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
         (3, image_size, image_size), at the fps or frame_stride of clips; beside each the frames per second up to it:
         those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
@@ -107,11 +107,11 @@ class ClipDecoder:
             if end == math.inf:
                 video.require_end()
 
-    def _decode_image(self, entry: Entry, cut: Cut | None = None, multiple: int | None = None) -> Tensor:
+    def _decode_image(self, entry: FileRef, cut: Cut | None = None, multiple: int | None = None) -> Tensor:
         return decode_image(entry, self.image_size, 3, cut=cut, multiple=multiple)
 
     def _decode_clip(
-        self, video: Video, entry: Entry, fraction: float, at_keyframe: bool, cut: Cut | None
+        self, video: Video, entry: FileRef, fraction: float, at_keyframe: bool, cut: Cut | None
     ) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
         begin, end = video.part(entry)
@@ -161,12 +161,12 @@ class ClipDecoder:
 
     def filled(self, frames: list[Picture]) -> Tensor:
         """At most num_frames frames (image_size, image_size, 3) -> a clip (3, num_frames, image_size, image_size), by
-        `short_clips`. Raises ValueError if there are none, and `Unsuitable` if there are too few for "skip"."""
+        `short_clips`. Raises ValueError if there are none, and `SampleSkipped` if there are too few for "skip"."""
         n = len(frames)
         if n == 0:
             raise ValueError("it holds no frames")
         if n < self.num_frames and self.short_clips == "skip":
-            raise Unsuitable(f"it has {counted(n, 'frame')} for a clip of {self.num_frames} (--short_clips skip)")
+            raise SampleSkipped(f"it has {counted(n, 'frame')} for a clip of {self.num_frames} (--short_clips skip)")
         order = [i % n if self.short_clips == "repeat" else min(i, n - 1) for i in range(self.num_frames)]
         clip = np.empty((3, self.num_frames, self.image_size, self.image_size), np.uint8)
         for position, number in enumerate(order):
@@ -184,7 +184,7 @@ def require_decoder() -> None:
 
 
 @contextlib.contextmanager
-def opened(entry: Entry) -> Iterator[Video]:
+def opened(entry: FileRef) -> Iterator[Video]:
     """An open video. Errors of FFmpeg inside the context become ValueErrors of one line."""
     import av
 
@@ -204,7 +204,7 @@ def opened(entry: Entry) -> Iterator[Video]:
 def sound_of(path: Path) -> Iterator[Sound | None]:
     """The first sound of a film; None if it has none. Raises ValueError, in one line, if the file cannot be read."""
     try:
-        with opened(Entry(str(path))) as video:
+        with opened(FileRef(str(path))) as video:
             yield video.sound()
     except OSError as error:
         raise ValueError(f"cannot read the sound of {path}: {reason_of(error)}") from None
@@ -278,7 +278,7 @@ class Video:
     def _ticks(self, microseconds: int) -> float:
         return microseconds / _MICROSECONDS * self.ticks_per_second
 
-    def part(self, entry: Entry) -> tuple[float, float]:
+    def part(self, entry: FileRef) -> tuple[float, float]:
         """The beginning and the end (infinite: that of the video) of the requested part. Raises ValueError, in one
         line, if the part ends before the first picture."""
         begin, end = (self._origin + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))

@@ -269,7 +269,7 @@ class AlternatingOrder:
     whole batch from `second`, the others from `first`.
 
     Args:
-        offset: Added to the indices of `second`: the number of samples in the set of `first`, see `Joined`.
+        offset: Added to the indices of `second`: the number of samples in the set of `first`, see `ConcatSamples`.
     """
 
     def __init__(self, first: Order, second: Order, *, every: int, batch_size: int, offset: int) -> None:

@@ -12,8 +12,16 @@ import torch
 from PIL import ImageFile
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, partly_read, reason_of
-from tandem.data.fields import Samples
+from tandem.data.bad_samples import (
+    BadDatasetItem,
+    BadSample,
+    SampleIncomplete,
+    SampleSkipped,
+    UserCodeError,
+    partly_read,
+    reason_of,
+)
+from tandem.data.fields import SampleDataset
 
 from .order import Indices, Order, ValidationOrder
 from .workers import Loader
@@ -44,7 +52,7 @@ class _Stream(Loader):
 
     def __init__(
         self,
-        samples: Samples,
+        samples: SampleDataset,
         order: Order,
         requests: Iterable[_Request],
         *,
@@ -70,7 +78,7 @@ class TrainingStream(_Stream):
     """
 
     def __init__(
-        self, samples: Samples, order: Order, *,
+        self, samples: SampleDataset, order: Order, *,
         batch_size: int, rank: int, world_size: int, start: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         assert batch_size % world_size == 0, (batch_size, world_size)
@@ -89,7 +97,7 @@ class ValidationStream(_Stream):
     """
 
     def __init__(
-        self, samples: Samples, subset: Indices, *, batch_size: int, rank: int, world_size: int, **options: Any
+        self, samples: SampleDataset, subset: Indices, *, batch_size: int, rank: int, world_size: int, **options: Any
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
@@ -117,7 +125,7 @@ class _Requests:
 
 @dataclass(frozen=True)
 class _BatchLoader:
-    samples: Samples
+    samples: SampleDataset
     order: Order
     augment: bool
     on_bad_sample: OnBadSample
@@ -149,16 +157,18 @@ class _BatchLoader:
                 if reasons:
                     partial[index] = f"{self.samples.describe(index)}: {reasons[0]}"
                 return sample, index
-            except NotASample:
+            except BadDatasetItem:
                 raise
             except (OSError, ValueError) as error:
                 details = self.samples.describe(index), reason_of(error)
                 traceback = getattr(error, "traceback", "")
-                failure = BadSample(index, *details, is_incomplete=isinstance(error, Incomplete), traceback=traceback)
-                is_bad = not isinstance(error, Unsuitable)
+                failure = BadSample(
+                    index, *details, is_incomplete=isinstance(error, SampleIncomplete), traceback=traceback
+                )
+                is_bad = not isinstance(error, SampleSkipped)
             if is_bad or failure.is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
-                raise Raised(f"{failure} (--on_bad_sample replace goes on without it)", failure.traceback)
+                raise UserCodeError(f"{failure} (--on_bad_sample replace goes on without it)", failure.traceback)
             failures.append(failure)
-        raise Raised(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)
+        raise UserCodeError(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)

@@ -41,7 +41,7 @@ _LONGEST_QUOTE = 60
 
 
 class DemoSource:
-    """`n` samples of a demonstration, numbered. See `Source`. A record holds, by its kind,
+    """`n` samples of a demonstration, numbered. See `RecordSource`. A record holds, by its kind,
 
     - "shapes": of one to three shapes, image(image_size, channels) -> uint8 (channels, image_size, image_size), with 3
       or 4 channels; and "texts", {"captions": [...]}, which are true of a picture that is not mirrored;

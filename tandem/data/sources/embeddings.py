@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tandem.data.bad_samples import Incomplete, NotASample, Raised, reason_of
+from tandem.data.bad_samples import BadDatasetItem, SampleIncomplete, UserCodeError, reason_of
 from tandem.data.decoding.arrays import Array, StoredArray, find_array
 from tandem.data.fields import Field
 
@@ -21,14 +21,14 @@ from . import own
 from .files import shown
 from .opening import expanded
 from .own import ITEM
-from .record import Entry, Record, Source, Wanted
+from .record import FieldSpec, FileRef, Record, RecordSource
 from .tar import TarSource, number_of, stem_of
 
 
 class Kind(NamedTuple):
     """A kind of embedding. `wanted.name` is the batch's entry; `dimensions` is the rank of the array of one image."""
 
-    wanted: Wanted
+    wanted: FieldSpec
     dimensions: int
     flag: str
 
@@ -38,10 +38,10 @@ class Kind(NamedTuple):
 
 
 IMAGE = Kind(
-    Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",)), 1, "--image_embeddings"
+    FieldSpec("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",)), 1, "--image_embeddings"
 )
 TEXT = Kind(
-    Wanted("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",)),
+    FieldSpec("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",)),
     2,
     "--text_embeddings",
 )
@@ -52,7 +52,7 @@ KINDS = (IMAGE, TEXT)
 class EmbeddingField(Field):
     """Stored "image_embed" or "text_encodings": float32 of `shape`, that of one image: (d,), or (L, d) where no
     caption has more than L tokens; shorter encodings are padded with rows of 0. An image that has none, or only zeros,
-    is `Incomplete`. `rows`: index -> array, if the records do not hold them."""
+    is `SampleIncomplete`. `rows`: index -> array, if the records do not hold them."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class EmbeddingField(Field):
     fingerprint: str = field(default="", kw_only=True)
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> FieldSpec:
         return self.kind.wanted
 
     def of_item(self, item: Any) -> Array | None:
@@ -69,7 +69,7 @@ class EmbeddingField(Field):
     def numbers(self, record: Record) -> Array | None:
         """The array of a record, None if it has none; (1, d), a batch of one, becomes (d,)."""
         content = self.found(record)
-        if isinstance(content, Entry):
+        if isinstance(content, FileRef):
             array = find_array(content).read()
             shape = array.shape[-self.kind.dimensions :]
             return array.reshape(shape) if array.size == math.prod(shape) else array
@@ -79,7 +79,7 @@ class EmbeddingField(Field):
         noun, is_own = self.wanted.noun, ITEM in record
         array = self.rows(index) if self.rows else self.numbers(record)
         if array is None:
-            raise Incomplete(f"it has no {noun}")
+            raise SampleIncomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
                 limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
@@ -88,20 +88,20 @@ class EmbeddingField(Field):
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
         if not array.any() and not is_own:
-            raise Incomplete(f"its {noun}: zeros only, which stand for none")
+            raise SampleIncomplete(f"its {noun}: zeros only, which stand for none")
         padded = np.zeros(self.shape, np.float32)
         padded[: len(array)] = array
         return {self.wanted.name: torch.from_numpy(padded)}
 
 
-def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingField | None:
+def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> EmbeddingField | None:
     """The embeddings in the records of a source, None if it has none. One of its examples gives the shape. Raises
     ValueError, in one line, if no example can be read."""
     # The longest text gives the length; for images, the first readable one gives the shape.
     examples = source.examples(kind.wanted.name)
     if not examples:
         return None
-    probe, failures = EmbeddingField(kind, ()), list[Raised]()
+    probe, failures = EmbeddingField(kind, ()), list[UserCodeError]()
     for example in examples if kind == TEXT else sorted(examples):
         try:
             record = source.record(example)
@@ -111,23 +111,23 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)
-        except NotASample as error:
-            raise NotASample(f"--dataset: {source.describe(example)} {error}") from None
+        except BadDatasetItem as error:
+            raise BadDatasetItem(f"--dataset: {source.describe(example)} {error}") from None
         except (OSError, ValueError) as error:
             reason = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
-            failures.append(Raised(reason, getattr(error, "traceback", "")))
+            failures.append(UserCodeError(reason, getattr(error, "traceback", "")))
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 break  # such as a server without an answer
             continue
         # Among files, the largest comes first; for rows and items, the model's limit is the length.
         content = record.get(kind.wanted.name)
-        is_longest = kind == IMAGE or isinstance(content, Entry) or callable(content)
+        is_longest = kind == IMAGE or isinstance(content, FileRef) or callable(content)
         shape = array.shape if is_longest else (longest_text, *array.shape[1:])
         return EmbeddingField(kind, shape, fingerprint=str(array.shape))
     raise failures[0]
 
 
-def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -> EmbeddingField:
+def embedding_rows(source: RecordSource, kind: Kind, spec: str, *, index_width: int) -> EmbeddingField:
     """Embeddings in one file of rows for each tar, such as img_emb_0012.npy, (n, d), for 00012.tar: the last
     `index_width` digits of an image's key are the number of its row.
 
@@ -152,7 +152,7 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
     arrays: list[StoredArray] = []
     for number in numbers:
         try:
-            arrays.append(find_array(Entry(files[number])))
+            arrays.append(find_array(FileRef(files[number])))
             _check_dimensions(kind, arrays[-1].shape[1:])
         except (OSError, ValueError) as error:
             noun = kind.wanted.noun

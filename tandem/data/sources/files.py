@@ -44,7 +44,7 @@ class Bytes(Protocol):
         ...
 
 
-class LocalBytes:
+class LocalFile:
     """An open file of this machine, by its descriptor."""
 
     def __init__(self, descriptor: int) -> None:

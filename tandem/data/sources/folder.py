@@ -17,8 +17,8 @@ from typing import Any
 
 from tandem.io.reading import DAMAGES, counted, printable
 
-from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
-from .record import Entry, Record, Wanted
+from .index import Dependencies, IndexData, PackedStrings, cached_index, fingerprint_of, largest, status_of
+from .record import FieldSpec, FileRef, Record
 
 _LONGEST_RUN = 1 << 20  # names that are sorted at a time, in about a second
 _TAR = ".tar"
@@ -37,8 +37,8 @@ class NothingFoundError(ValueError):
 class FolderSource:
     """All files below a folder with an ending of `specs[0]`, or a further one, numbered in the order of the relative
     paths. The files of the other specs stand beside them, with the same name but for the ending, in any Unicode form,
-    because systems differ. Of names that differ only in the case of the ending, the last one is taken. See `Source` for
-    the methods.
+    because systems differ. Of names that differ only in the case of the ending, the last one is taken. See
+    `RecordSource` for the methods.
 
     Links to folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No
     file is opened; long lists are cached for later starts (`index.kept`). `tars` are the paths of tars in the folder.
@@ -49,11 +49,11 @@ class FolderSource:
 
     shards: Sequence[range] | None = None
 
-    def __init__(self, folder: str, specs: Sequence[Wanted], demo: str = "") -> None:
+    def __init__(self, folder: str, specs: Sequence[FieldSpec], demo: str = "") -> None:
         self.folder, (self._main, *self._sides) = folder, specs
         _check_folder(folder, f"{self._main.noun}s", f", or {demo} to try without one" if demo else "")
         kind = json.dumps(["folder", *((spec.name, spec.taken) for spec in specs)])
-        index = kept(folder, kind, lambda: _Tree(folder, self._main, self._sides).build_index())
+        index = cached_index(folder, kind, lambda: _Tree(folder, self._main, self._sides).build_index())
         self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
         self.examples = index.examples  # by the sizes when the folder was listed
         self.tars = [os.path.join(folder, self._check_inside(name)) for name in index.strings("tars")]
@@ -69,7 +69,7 @@ class FolderSource:
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         path = os.path.join(self.folder, self.name(index))
-        record = {self._main.name: Entry(path)}
+        record = {self._main.name: FileRef(path)}
         for spec in self._sides:
             if (number := self._numbers[spec.name][index]) != _NONE:
                 spelling = self._spellings[number] if 0 <= number < len(self._spellings) else ""
@@ -77,7 +77,7 @@ class FolderSource:
                 if f".{ending.lower()}" not in spec.endings or form not in _FORMS:
                     raise self._damaged()
                 folder, name = os.path.split(os.path.splitext(path)[0])
-                record[spec.name] = Entry(os.path.join(folder, _normalize(form, name) + dot + ending))
+                record[spec.name] = FileRef(os.path.join(folder, _normalize(form, name) + dot + ending))
         return record
 
     def name(self, index: int) -> str:
@@ -122,9 +122,9 @@ class _Tree:
     """The content of a folder, in order. At most `_LONGEST_RUN` names are sorted at a time, because sorting holds the
     interpreter's lock, and the thread that sends heartbeats to the root would wait for it."""
 
-    def __init__(self, folder: str, sample_spec: Wanted, side_specs: Sequence[Wanted]) -> None:
+    def __init__(self, folder: str, sample_spec: FieldSpec, side_specs: Sequence[FieldSpec]) -> None:
         self._folder, self._main, self._sides = folder, sample_spec, side_specs
-        self._dependencies, self._skipped = Watched(), collections.Counter[str]()
+        self._dependencies, self._skipped = Dependencies(), collections.Counter[str]()
         self._n_alone, self._alone, self._list_name = (
             0,
             "",
@@ -135,7 +135,7 @@ class _Tree:
         self._sample_endings, self._main_endings = sample_spec.taken, (*sample_spec.taken, _TAR)
         self._side_endings = tuple(dict.fromkeys(ending for spec in side_specs for ending in spec.endings))
 
-    def build_index(self) -> Made:
+    def build_index(self) -> IndexData:
         """Raises ValueError, in one line, if a folder cannot be read, and NothingFoundError."""
         names, tars = PackedStrings(), PackedStrings()
         spellings, sizes = ([array("q") for _ in self._sides] for _ in range(2))
@@ -167,7 +167,7 @@ class _Tree:
             json.dumps(facts["spellings"]).encode(),
             *(places.tobytes() for places in spellings),
         ]
-        return Made(columns, fingerprint_of(parts), facts, self._dependencies)
+        return IndexData(columns, fingerprint_of(parts), facts, self._dependencies)
 
     def _hint(self) -> str:
         name = self._list_name
@@ -277,7 +277,7 @@ class _Tree:
                 self._alone = self._alone or os.path.join(relative, name)
 
     def _find_beside(
-        self, relative: str, name: str, beside: Sequence[Mapping[str, str]], used: set[str], spec: Wanted
+        self, relative: str, name: str, beside: Sequence[Mapping[str, str]], used: set[str], spec: FieldSpec
     ) -> tuple[int, int]:
         """The spelling number and the bytes of the file beside a sample; adds its name to `used`. `beside`: the files
         there by name, and by composed name."""

@@ -67,7 +67,7 @@ class PackedStrings:
         return (os.fsdecode(bytes(self._bytes[begin:end])) for begin, end in itertools.pairwise(self._ends))
 
 
-class Watched:
+class Dependencies:
     """The files and folders on which an index depends, each with its state before it was read."""
 
     def __init__(self) -> None:
@@ -80,11 +80,11 @@ class Watched:
             self.newest_ns = max(self.newest_ns, status.st_mtime_ns, status.st_ctime_ns)
 
 
-class Made(NamedTuple):
+class IndexData(NamedTuple):
     """The content of an index.
 
     columns: strings or int64 numbers, by name;
-    fingerprint: see `records.record.Source`;
+    fingerprint: see `records.record.RecordSource`;
     facts: a few values that JSON can hold;
     watched: what the index depends on, if only making it reveals that.
     """
@@ -92,7 +92,7 @@ class Made(NamedTuple):
     columns: Mapping[str, PackedStrings | array[int]]
     fingerprint: str
     facts: Mapping[str, Any] = MappingProxyType({})
-    watched: Watched | None = None
+    watched: Dependencies | None = None
 
 
 def largest(sizes: Any) -> list[int]:
@@ -137,7 +137,7 @@ class Index:
         return column
 
     def examples(self, name: str) -> Sequence[int]:
-        """See `Source`; the facts hold them, as indices of the strings "names"."""
+        """See `RecordSource`; the facts hold them, as indices of the strings "names"."""
         indices = self.facts.get("examples")
         indices, n = indices.get(name, []) if isinstance(indices, Mapping) else None, len(self.strings("names"))
         if not (isinstance(indices, list) and all(type(index) is int and 0 <= index < n for index in indices)):
@@ -223,7 +223,9 @@ class Numbers:
         return np.frombuffer(self._index.read(self._offset, 8 * self._n), np.int64)
 
 
-def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", fewest: int = FEWEST) -> Index:
+def cached_index(
+    path: str, kind: str, make: Callable[[], IndexData], *, depends: str = "", fewest: int = FEWEST
+) -> Index:
     """The index of the file or folder `path`, from an earlier start if nothing has changed since.
 
     An index of at least `fewest` strings is cached in a file that all processes of a machine read; if they start at
@@ -250,7 +252,7 @@ def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", f
 
 
 def _make_index(
-    caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int
+    caches: list[str], path: str, make: Callable[[], IndexData], key: list[Any], depends: str, fewest: int
 ) -> Index:
     """The index of what `make` returns. It is cached if it is long, and no file has changed so recently that a further
     change could leave its time the same."""
@@ -265,7 +267,7 @@ def _make_index(
     return _index_in_memory(data, key, depends)
 
 
-def _serialize(data: Made, key: list[Any], depends: str) -> list[bytes | memoryview]:
+def _serialize(data: IndexData, key: list[Any], depends: str) -> list[bytes | memoryview]:
     """The content of an index: a line of JSON, and the columns."""
     columns = {_DEPENDENCIES: data.watched.lines if data.watched else PackedStrings(), **data.columns}
     descriptions, parts = list[Any](), list[bytes | memoryview]()
@@ -276,7 +278,7 @@ def _serialize(data: Made, key: list[Any], depends: str) -> list[bytes | memoryv
     return [json.dumps({**header, "columns": descriptions}).encode() + b"\n", *parts]
 
 
-def _index_in_memory(data: Made, key: list[Any], depends: str) -> Index:
+def _index_in_memory(data: IndexData, key: list[Any], depends: str) -> Index:
     return Index(b"".join(_serialize(data._replace(watched=None), key, depends)), "in memory")
 
 

@@ -17,8 +17,8 @@ from tandem.io.reading import LONGEST_BEGINNING, counted, open_regular, other_ki
 
 from . import remote
 from .files import is_address, shown
-from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
-from .record import Wanted
+from .index import Dependencies, IndexData, PackedStrings, cached_index, fingerprint_of, status_of
+from .record import FieldSpec
 from .rows import OTHER_NAMES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -30,7 +30,7 @@ _QUOTING = "a cell that begins with a quotation mark ends with one, and those in
 
 
 class ManifestSource(Rows):
-    """The rows of a manifest, numbered in their order. See `Source` for the methods.
+    """The rows of a manifest, numbered in their order. See `RecordSource` for the methods.
 
     Columns, or keys of the objects:
 
@@ -44,12 +44,15 @@ class ManifestSource(Rows):
 
     shards: Sequence[range] | None = None
 
-    def __init__(self, path: str, specs: Sequence[Wanted]) -> None:
-        columns: dict[Wanted, Sequence[str]] = {specs[0]: ("path",), **{spec: columns_of(spec) for spec in specs[1:]}}
+    def __init__(self, path: str, specs: Sequence[FieldSpec]) -> None:
+        columns: dict[FieldSpec, Sequence[str]] = {
+            specs[0]: ("path",),
+            **{spec: columns_of(spec) for spec in specs[1:]},
+        }
         keys = list(dict.fromkeys(itertools.chain(*columns.values())))
 
-        def make() -> Made:
-            dependencies, rows, filled, names = Watched(), PackedStrings(), set[str](), dict[str, None]()
+        def make() -> IndexData:
+            dependencies, rows, filled, names = Dependencies(), PackedStrings(), set[str](), dict[str, None]()
             if not is_address(path):
                 dependencies.add("", status_of(path))  # before it is read, so that no later change is missed
             for row, columns in _read_rows(path, specs, keys, names):
@@ -58,10 +61,10 @@ class ManifestSource(Rows):
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")
             facts = {"filled": sorted(filled), "names": [*names]}
-            return Made({"rows": rows}, fingerprint_of(rows.buffers), facts, dependencies)
+            return IndexData({"rows": rows}, fingerprint_of(rows.buffers), facts, dependencies)
 
         depends = _read_version(path) if is_address(path) else ""
-        index = kept(path, json.dumps(["manifest", specs[0].noun, *keys]), make, depends=depends)
+        index = cached_index(path, json.dumps(["manifest", specs[0].noun, *keys]), make, depends=depends)
         self._rows, self.fingerprint = index.strings("rows"), index.fingerprint
         filled, names = (index.facts.get(name) for name in ("filled", "names"))
         if not (isinstance(filled, list) and isinstance(names, list)):
@@ -104,7 +107,7 @@ def _read_version(address: str) -> str:
 
 
 def _read_rows(
-    path: str, specs: Sequence[Wanted], keys: Sequence[str], names: dict[str, None]
+    path: str, specs: Sequence[FieldSpec], keys: Sequence[str], names: dict[str, None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """For each row, a JSON object of its path, its times, and its cells in the columns `keys`; and the names of these
     columns. Adds the names of the first columns of all to `names`. Raises ValueError with path and line."""

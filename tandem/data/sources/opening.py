@@ -16,7 +16,7 @@ from .files import is_address, shown
 from .folder import FolderSource, NothingFoundError, about_skipped, ending_of, skipped_line
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import ManifestSource
-from .record import Files, Source, Wanted
+from .record import FieldSpec, Files, RecordSource
 from .table import ENDINGS as TABLE_ENDINGS
 from .table import TableSource, check_alike, saved_files, tables_below
 from .tar import TarSource, number_of
@@ -30,13 +30,13 @@ _LONGEST_QUOTE = 200
 
 def open_source(
     spec: str,
-    field_specs: Sequence[Wanted],
+    field_specs: Sequence[FieldSpec],
     *,
     demo: str,
     start_shard: int = 0,
     end_shard: int | None = None,
     shard_width: int = 6,
-) -> Source:
+) -> RecordSource:
     """The samples of a path: a folder of files, or of tars; one .tar, a pattern (`tars/*.tar`) or a range of them
     (`{000..010}.tar`), or a path with `{}` for the number; a manifest; one .arrow or .parquet, a folder, a pattern or a
     range of them.
@@ -88,7 +88,7 @@ def _find_files(path: str) -> Files | None:
     return Files(set_files, skipped=skipped) if set_files else Files(files)
 
 
-def _open_folder(path: str, field_specs: Sequence[Wanted], demo: str) -> Source | Files:
+def _open_folder(path: str, field_specs: Sequence[FieldSpec], demo: str) -> RecordSource | Files:
     """The files or tables below a folder, or the paths of tars there."""
     try:
         folder = FolderSource(path, field_specs, demo)

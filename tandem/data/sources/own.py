@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tandem.data.bad_samples import NotASample, Raised
+from tandem.data.bad_samples import BadDatasetItem, UserCodeError
 from tandem.data.decoding.sounds import SAMPLE_RATES
 from tandem.data.decoding.texts import Texts, sentence, texts_of_object
 from tandem.data.hashing import derive_key
 from tandem.io.installed import HOME
 
 from .index import fingerprint_of
-from .record import MOST_EXAMPLES, Entry, Record
+from .record import MOST_EXAMPLES, FileRef, Record
 
 ITEM = "item"  # the key of a record, which holds the whole item: fields take their parts by the functions below
 _LONGEST_QUOTE = 200
@@ -65,14 +65,15 @@ def data_of(args: argparse.Namespace, flag: str) -> OwnData | Any:
 
 
 class OwnSource:
-    """The dataset that the function of --dataset returns. A record is {"item": an item}. See `Source` for the methods.
+    """The dataset that the function of --dataset returns. A record is {"item": an item}. See `RecordSource` for the
+    methods.
 
     The fingerprint is the dataset's own, or that of its name and length. The global generators of random, numpy and
     PyTorch are seeded for each item, by (seed, index), or with `augment` by (seed, epoch, index), so that random items
     are the same in all processes.
 
-    Raises ValueError, in one line, if there is no such function, or its result is no map-style dataset; and `Raised` if
-    the user's code raises anything.
+    Raises ValueError, in one line, if there is no such function, or its result is no map-style dataset; and
+    `UserCodeError` if the user's code raises anything.
     """
 
     shards: Sequence[range] | None = None
@@ -99,7 +100,7 @@ class OwnSource:
         return range(min(self._length, MOST_EXAMPLES))
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
-        """Raises `Raised` if the dataset raises any error."""
+        """Raises `UserCodeError` if the dataset raises any error."""
         key_parts = ("augmented", epoch) if augment else ("plain",)
         with _errors_in_one_line(), _seeded(derive_key("dataset", self._seed, *key_parts, index)):
             return {ITEM: self._dataset[index]}
@@ -152,7 +153,7 @@ def _make_dataset(data: OwnData) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def _errors_in_one_line(prefix: str = "") -> Iterator[None]:
-    """Context in which an error of the user's code becomes `Raised`, with its type, its text and its line."""
+    """Context in which an error of the user's code becomes `UserCodeError`, with its type, its text and its line."""
     try:
         yield
     except MemoryError:
@@ -163,7 +164,7 @@ def _errors_in_one_line(prefix: str = "") -> Iterator[None]:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(files)]
         location = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
         summary = f"{prefix}{type(error).__name__}{f': {text}' if text else ''}{location}"
-        raise Raised(summary, "".join(traceback.format_exception(error))) from None
+        raise UserCodeError(summary, "".join(traceback.format_exception(error))) from None
 
 
 @contextlib.contextmanager
@@ -228,9 +229,9 @@ def shown(thing: Any) -> str:
     return "None" if thing is None else f"{type(thing).__name__} {thing!r}"[:_LONGEST_QUOTE]
 
 
-def refused(thing: Any, expected: str) -> NotASample:
+def refused(thing: Any, expected: str) -> BadDatasetItem:
     """The error for an item of a user's dataset that the script cannot train on; its text follows the item's name."""
-    return NotASample(f"is {shown(thing)}; it has to be {expected}")
+    return BadDatasetItem(f"is {shown(thing)}; it has to be {expected}")
 
 
 def image_of(item: Any) -> Image.Image:
@@ -268,7 +269,7 @@ def video_of(item: Any) -> Video:
     return Video(item, frames)
 
 
-def sound_of(item: Any) -> Entry:
+def sound_of(item: Any) -> FileRef:
     """The sound of an item of a user's dataset, as a WAV file of floats in memory. Waveform and rate are parts of the
     item, or the "array" and "sampling_rate" of its "audio"."""
     import soundfile
@@ -289,7 +290,7 @@ def sound_of(item: Any) -> Entry:
         raise ValueError("it holds no sound")
     content = io.BytesIO()
     soundfile.write(content, array.astype(np.float32).T, rate, format="WAV", subtype="FLOAT")
-    return Entry.in_memory(content.getbuffer(), "")
+    return FileRef.in_memory(content.getbuffer(), "")
 
 
 def texts_of(item: Any) -> Texts:
@@ -326,7 +327,7 @@ def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:
     return array
 
 
-def without_array(item: Any, name: str, dimensions: int) -> NotASample:
+def without_array(item: Any, name: str, dimensions: int) -> BadDatasetItem:
     """The error for an item without this array."""
     form = {1: "(d,)", 2: "(tokens, d)"}[dimensions]
     return refused(item, f'a mapping with an "image" and a "{name}", a tensor or array of floats {form}')

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 from tandem.io.reading import open_regular
 
-from .files import Bytes, FileWindow, LocalBytes, is_address
+from .files import Bytes, FileWindow, LocalFile, is_address
 
 MOST_EXAMPLES = 100
 
 
-class Wanted(NamedTuple):
+class FieldSpec(NamedTuple):
     """What a field reads from the records of a source. Every file, member or row with the content of the script's first
-    `Wanted` is a sample; the content of the others stands beside it.
+    `FieldSpec` is a sample; the content of the others stands beside it.
 
     Args:
         name: The key in a record.
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
         return self.endings + self.further
 
 
-class Entry(NamedTuple):
+class FileRef(NamedTuple):
     """A file, or a byte range of a file; and the time range of a sound or video from which clips are cut. `member` is
     the name of the file inside a tar; `content` is a file in memory, of `size` bytes (`in_memory`)."""
 
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
     content: Any = None
 
     @classmethod
-    def in_memory(cls, content: Any, path: str, member: str = "") -> Entry:
+    def in_memory(cls, content: Any, path: str, member: str = "") -> FileRef:
         """The bytes of a file, from something with the buffer protocol; `path` is what messages call it."""
         return cls(path, 0, len(content), member=member, content=content)
 
@@ -91,13 +91,13 @@ class Files(NamedTuple):
     skipped: str = ""
 
 
-# The content of a sample by `Wanted.name`; a name is missing where the sample lacks it. A value is an Entry; in tables
-# and manifests also a mapping of cells (`as_cells`) or a list of numbers; in a user's dataset the item; in a
+# The content of a sample by `FieldSpec.name`; a name is missing where the sample lacks it. A value is an Entry; in
+# tables and manifests also a mapping of cells (`as_cells`) or a list of numbers; in a user's dataset the item; in a
 # demonstration a function that generates it.
 Record = Mapping[str, Any]
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """Numbered records. Sources with equal `fingerprint` have the same names in the same order; `skipped` is a line
     about files that are no samples, or ""; `shards` are the indices of the records of each tar (or file of a table),
     None where there are none."""
@@ -146,11 +146,11 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Byt
             yield server
         return
     with open_regular(path) as file:
-        yield LocalBytes(file.fileno())
+        yield LocalFile(file.fileno())
 
 
 @contextlib.contextmanager
-def open_entry(entry: Entry) -> Iterator[FileWindow | io.BytesIO]:
+def open_entry(entry: FileRef) -> Iterator[FileWindow | io.BytesIO]:
     """The bytes of an entry. Raises OSError, and ValueError, in one line, if it is empty. At the end of the context it
     raises an error of the file system that C code took for the end of the file."""
     if entry.content is not None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from tandem.io.installed import missing_package
 
 from .cache import ShardCache
-from .files import SCHEME, USER, FileWindow, LocalBytes, shown
+from .files import SCHEME, USER, FileWindow, LocalFile, shown
 
 _PIECE = 16 << 20  # bytes of the longest request
 _AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
@@ -83,7 +83,7 @@ def listed(pattern: str) -> list[str]:
     return [*addresses]
 
 
-class RemoteBytes:
+class RemoteFile:
     """A file on a server, read at random; each process requests `size` once.
 
     Args:
@@ -150,7 +150,7 @@ def open_file(address: str, is_part: bool = False) -> BinaryIO:
     OSError and ValueError, in one line."""
     if is_part and (local := _open_cached(address)) is not None:
         return local
-    file = RemoteBytes(address, _AHEAD)
+    file = RemoteFile(address, _AHEAD)
     return cast(BinaryIO, _Window(file, 0, file.size))
 
 
@@ -159,9 +159,9 @@ def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
     """`open_bytes` of an address."""
     if is_part and (local := _open_cached(address)) is not None:
         with local:
-            yield LocalBytes(local.fileno())
+            yield LocalFile(local.fileno())
     else:
-        yield RemoteBytes(address, min(ahead, _AHEAD))
+        yield RemoteFile(address, min(ahead, _AHEAD))
 
 
 def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str] = (), at_once: int = 1) -> None:
@@ -214,7 +214,7 @@ def _open_cached(address: str) -> BinaryIO | None:
         return None
     size, file_version = _fetch_info(address)
     try:
-        return None if size is None else _cache.open(f"{address}\n{file_version}", size, RemoteBytes(address).pread)
+        return None if size is None else _cache.open(f"{address}\n{file_version}", size, RemoteFile(address).pread)
     except OSError as error:
         if error.filename == shown(address):  # only errors of the server have this file name
             raise

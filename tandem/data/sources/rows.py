@@ -13,7 +13,7 @@ import numpy as np
 from tandem.io.reading import printable
 
 from .files import as_on_disk, is_address
-from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted
+from .record import MOST_EXAMPLES, FieldSpec, FileRef, Record, RecordSource
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
@@ -27,7 +27,7 @@ class Rows:
     """Numbered rows of cells. A subclass defines `cells`, `describe` and `__len__`.
 
     Args:
-        columns: The columns of each `Wanted`, in order of preference.
+        columns: The columns of each `FieldSpec`, in order of preference.
         folder: The folder of relative paths in cells.
 
     classes: by column, the names of its classes, in order, where a table states them.
@@ -35,7 +35,7 @@ class Rows:
 
     classes: Mapping[str, Sequence[str]] = {}
 
-    def __init__(self, columns: Mapping[Wanted, Sequence[str]], folder: str) -> None:
+    def __init__(self, columns: Mapping[FieldSpec, Sequence[str]], folder: str) -> None:
         self.columns, self._folder = columns, folder
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Rows:
             value = present if spec.as_cells else self._parse_cell(spec, next(iter(present.values()), None), index)
             record.update({} if value is None or not present else {spec.name: value})
         first = next(iter(self.columns))
-        if not isinstance(record.get(first.name), Entry):
+        if not isinstance(record.get(first.name), FileRef):
             raise ValueError(f"the row holds no {first.noun}")
         start, end = seconds_of(cells)
         return {**record, first.name: record[first.name]._replace(start_seconds=start, end_seconds=end)}
@@ -80,15 +80,15 @@ class Rows:
             raise ValueError(f"it names {path[:_LONGEST_QUOTE]!r}, which is not below its list on the server")
         return os.path.join(self._folder, path if is_address(self._folder) else os.path.expanduser(path))
 
-    def _parse_cell(self, spec: Wanted, cell: Any, index: int) -> Any:
+    def _parse_cell(self, spec: FieldSpec, cell: Any, index: int) -> Any:
         """The file or the numbers of a cell, None if it is empty."""
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
             full_path = self.joined(path_of({"path": path}, spec.noun)) if path else ""
-            return Entry(full_path if is_address(full_path) else as_on_disk(full_path)) if path else None
+            return FileRef(full_path if is_address(full_path) else as_on_disk(full_path)) if path else None
         if isinstance(content, bytes | memoryview):
-            return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
+            return FileRef.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:
             with np.errstate(over="ignore"):  # the field checks that they are finite
                 return np.array(content, np.float32)
@@ -96,7 +96,7 @@ class Rows:
             raise ValueError(f"its {spec.noun} is no list of numbers, nor lists of equally many") from None
 
 
-def parts_of(source: Source) -> list[str]:
+def parts_of(source: RecordSource) -> list[str]:
     """The part of each record in its file, in seconds, or its invalid cells; empty if all are whole files."""
     parts = [*map(_describe_part, source.times())] if isinstance(source, Rows) else []
     return parts if {*parts} - {_describe_part({})} else []
@@ -117,8 +117,8 @@ def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
     return f"columns of {path!r} that are not read: {', '.join(texts)}" if texts else ""
 
 
-def columns_of(wanted: Wanted) -> tuple[str, ...]:
-    """The columns of a `Wanted`, in order of preference."""
+def columns_of(wanted: FieldSpec) -> tuple[str, ...]:
+    """The columns of a `FieldSpec`, in order of preference."""
     return wanted.columns or (wanted.name,)
 
 

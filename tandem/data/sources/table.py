@@ -32,7 +32,7 @@ from . import remote
 from .files import is_address, shown
 from .folder import FolderSource, NothingFoundError
 from .index import fingerprint_of
-from .record import Entry, Files, Wanted, open_bytes
+from .record import FieldSpec, FileRef, Files, open_bytes
 from .rows import TIMES, Rows, columns_of, unread_line
 
 ENDINGS = (".arrow", ".parquet")
@@ -89,7 +89,7 @@ def tables_below(folder: str) -> Files | None:
     Raises ValueError, in one line, if they are of both kinds, or of several splits.
     """
     try:
-        files = FolderSource(folder, [Wanted("table", "table", ENDINGS)])
+        files = FolderSource(folder, [FieldSpec("table", "table", ENDINGS)])
     except NothingFoundError:
         return None
     names = [files.name(number) for number in range(len(files))]
@@ -118,13 +118,13 @@ def _find_split(name: str) -> str | None:
 
 
 class TableSource(Rows):
-    """The rows of Arrow or parquet files, numbered in the order of files and rows. See `Source` for the methods.
+    """The rows of Arrow or parquet files, numbered in the order of files and rows. See `RecordSource` for the methods.
 
     Cells with class numbers are replaced by the names of the classes. Raises ValueError, in one line, if pyarrow is
-    missing, a file is damaged, files have no column for the first `Wanted`, or several, or differ in their columns.
+    missing, a file is damaged, files have no column for the first `FieldSpec`, or several, or differ in their columns.
     """
 
-    def __init__(self, files: Files, specs: Sequence[Wanted]) -> None:
+    def __init__(self, files: Files, specs: Sequence[FieldSpec]) -> None:
         try:  # here, so that loader workers forked later need not
             import pyarrow.parquet  # noqa: F401
         except ImportError:
@@ -133,7 +133,7 @@ class TableSource(Rows):
         with ThreadPoolExecutor(_THREADS) as threads:  # a server answers slowly
             open_files = [*threads.map(_open_table, files.paths)]
         kinds, features = _read_types(open_files[0].schema), _read_features(open_files[0].schema)
-        columns: dict[Wanted, Sequence[str]] = {specs[0]: [_find_column(kinds, features, specs[0], files.paths[0])]}
+        columns: dict[FieldSpec, Sequence[str]] = {specs[0]: [_find_column(kinds, features, specs[0], files.paths[0])]}
         for spec in specs[1:]:
             present = [name for name in columns_of(spec) if name in kinds]
             columns[spec] = [name for name in present if _TEXT.fullmatch(kinds[name])] if spec.as_cells else present[:1]
@@ -215,9 +215,11 @@ class _ArrowFile:
         self._map = None if is_address(path) else pa.memory_map(path).read_buffer()
         offset = 0
         with open_bytes(path, ahead=1 << 16) as file:
-            while (mark := file.pread(8, offset)) != _END_OF_STREAM:
-                size = 8 + int.from_bytes(mark[4:], "little")
-                header = file.pread(size, offset) if mark[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
+            while (heartbeat := file.pread(8, offset)) != _END_OF_STREAM:
+                size = 8 + int.from_bytes(heartbeat[4:], "little")
+                header = (
+                    file.pread(size, offset) if heartbeat[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
+                )
                 if len(header) < size:
                     raise ValueError("it is cut off, or no stream of Arrow: write it as a stream, or as parquet")
                 message = pa.ipc.read_message(pa.PythonFile(_WithoutBody(header, file.size - offset - size), mode="r"))
@@ -239,7 +241,7 @@ class _ArrowFile:
         import pyarrow as pa
 
         offset, size = self._batch_ranges[number]
-        content = self._map.slice(offset, size) if self._map else Entry(self._path, offset, size).read(size)
+        content = self._map.slice(offset, size) if self._map else FileRef(self._path, offset, size).read(size)
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(content), self.schema).select(columns)
         batch.validate(full=True)  # forged offsets would lead out of the file
         if batch.num_rows != self.lengths[number]:
@@ -316,7 +318,7 @@ def _open_table(path: str) -> _ArrowFile | _ParquetFile:
         try:
             return _ParquetFile(path) if shown(path).lower().endswith(".parquet") else _ArrowFile(path)
         except ValueError:  # pyarrow's errors about the content are ValueErrors, too
-            if reason := other_kind(Entry(path).read(LONGEST_BEGINNING)):
+            if reason := other_kind(FileRef(path).read(LONGEST_BEGINNING)):
                 raise ValueError(reason) from None
             raise
 
@@ -370,7 +372,9 @@ def _read_types(schema: Any) -> dict[str, str]:
     return {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if counts[name] < 2}
 
 
-def _find_column(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
+def _find_column(
+    kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: FieldSpec, path: str
+) -> str:
     columns = columns_of(wanted)
     files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
     media = {name: features.get(name, {}).get("_type") for name in files}

@@ -23,8 +23,8 @@ from tandem.io.reading import DAMAGES, counted, other_kind
 
 from .files import Bytes, is_address
 from .folder import about_skipped, ending_of, skipped_line
-from .index import Made, PackedStrings, fingerprint_of, kept, largest
-from .record import Entry, Record, Wanted, open_bytes
+from .index import IndexData, PackedStrings, cached_index, fingerprint_of, largest
+from .record import FieldSpec, FileRef, Record, open_bytes
 
 _FEWEST = 100  # samples in an index that is cached: each header of a long member takes a read of the disk
 _THREADS = 16
@@ -48,23 +48,23 @@ Kinds = Callable[[str], Sequence[tuple[int, int, int]]]
 
 class TarSource:
     """The samples of several tars, in the order of tars and of their first members. Members whose names are equal up to
-    the first dot after the folder are one sample. See `Source` for the methods.
+    the first dot after the folder are one sample. See `RecordSource` for the methods.
 
-    A member belongs to a `Wanted` if its whole name after that dot is one of the endings; for samples and texts,
+    A member belongs to a `FieldSpec` if its whole name after that dot is one of the endings; for samples and texts,
     otherwise, if its name ends with one: "0.mask.png" is an image only if there is no "0.png".
 
     `skipped`: a line about files beside the tars. Raises ValueError, in one line, if a tar cannot be read, is damaged
     or cut off, or none holds a sample.
     """
 
-    def __init__(self, paths: Sequence[str], specs: Sequence[Wanted], skipped: str = "") -> None:
+    def __init__(self, paths: Sequence[str], specs: Sequence[FieldSpec], skipped: str = "") -> None:
         self.paths, self._wanted = [*paths], [*specs]
         with ThreadPoolExecutor(_THREADS) as threads:
             states = [*threads.map(_read_state, self.paths)]
         self._n_bytes = np.array([size for size, _ in states], np.int64)
         root, names = _root_and_names(self.paths)
         kind = json.dumps(["tars", names, [(spec.name, spec.endings, spec.further) for spec in specs]])
-        index = kept(
+        index = cached_index(
             root, fingerprint_of([kind.encode()]), self._build_index, fewest=_FEWEST,
             depends=fingerprint_of([json.dumps(states).encode()]),
         )  # fmt: skip
@@ -87,7 +87,7 @@ class TarSource:
             hint = self.skipped and f"; {self.skipped}"
             raise ValueError(f"no {specs[0].noun} ({' '.join(specs[0].endings)}) in {self}{hint}")
 
-    def _build_index(self) -> Made:
+    def _build_index(self) -> IndexData:
         kinds = functools.lru_cache(1 << 12)(functools.partial(_match_tail, self._wanted))
         names, firsts = PackedStrings(), array("q", [0])
         columns = [array("q") for _ in range(len(_PARTS) * len(self._wanted))]
@@ -113,7 +113,7 @@ class TarSource:
             "ends": ends,
         }
         columns_by_title = dict(zip(titles, columns, strict=True))
-        return Made({"names": names, "firsts": firsts, **columns_by_title}, fingerprint_of(parts), facts)
+        return IndexData({"names": names, "firsts": firsts, **columns_by_title}, fingerprint_of(parts), facts)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -132,7 +132,7 @@ class TarSource:
             if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(spec.taken)):
                 raise self._damaged()
             member = name if spec is self._wanted[0] else f"{_key(name)}{spec.taken[ending]}"
-            record[spec.name] = Entry(path, offset, size, member=member)
+            record[spec.name] = FileRef(path, offset, size, member=member)
         return record
 
     @property
@@ -179,7 +179,7 @@ def _read_state(path: str) -> tuple[int, str]:
         if is_address(path):
             from . import remote
 
-            return remote.RemoteBytes(path).size, remote.version(path)
+            return remote.RemoteFile(path).size, remote.version(path)
         status = os.stat(path)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
@@ -196,7 +196,7 @@ def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
     return root, [os.path.relpath(path, root) for path in paths]
 
 
-def _match_tail(specs: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
+def _match_tail(specs: Sequence[FieldSpec], tail: str) -> list[tuple[int, int, int]]:
     """The possible roles of a member with this name after its stem: the number in `specs`, the rank (the lowest is
     taken) and the number of the ending."""
     tail = tail.lower()
@@ -230,7 +230,7 @@ class Scanned(NamedTuple):
     ends: list[str]
 
 
-def scan(path: str, specs: Sequence[Wanted], kinds: Kinds) -> Scanned:
+def scan(path: str, specs: Sequence[FieldSpec], kinds: Kinds) -> Scanned:
     """Read the headers of a tar's members.
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.

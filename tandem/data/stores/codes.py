@@ -51,7 +51,7 @@ from tandem.io.reading import open_regular
 from tandem.io.writing import create, replacing
 
 from .output import explained_write
-from .shards import COUNT, GRID, LINES_FILE, Array, Stored, explained, row_count, stays_inside
+from .shards import COUNT, GRID, LINES_FILE, Array, StoredArrays, explained, row_count, stays_inside
 
 CODES = "codes"
 _DTYPES = ("uint8", "uint16", "int32")
@@ -69,7 +69,7 @@ def code_dtype(num_codes: int) -> np.dtype:
     return next(np.dtype(dtype) for dtype in _DTYPES if num_codes - 1 <= np.iinfo(dtype).max)
 
 
-class StoredCodes(Stored):
+class StoredCodes(StoredArrays):
     """A complete folder of codes. The constructor and the methods raise ValueError, in one line, if there are no codes,
     or they are incomplete, or a file does not agree with the index.
 

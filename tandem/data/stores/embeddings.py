@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tandem.data.bad_samples import reason_of
 from tandem.io.reading import BYTE_ORDER_MARK, plain_text, read_bytes, text_lines
 
-from .shards import INDEX_FILE, LINES_FILE, Stored, explained
+from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explained
 
 EMBEDDINGS = "embeddings"
 _LONGEST_QUERIES = 1 << 26  # bytes
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
         return json.dumps({"query": self.query, "matches": matches})
 
 
-class StoredEmbeddings(Stored):
+class StoredEmbeddings(StoredArrays):
     """A complete index. The constructor and the methods raise ValueError, in one line, if there is none, or it is
     incomplete, damaged or empty."""
 
@@ -91,7 +91,7 @@ class StoredEmbeddings(Stored):
                 raise ValueError("not all of its numbers are finite")
             return vectors
 
-    def nearest(self, queries: Vectors, count: int, mark: Callable[[], None] = lambda: None) -> list[list[Match]]:
+    def nearest(self, queries: Vectors, count: int, heartbeat: Callable[[], None] = lambda: None) -> list[list[Match]]:
         """For each of the queries (m, d), unit vectors, the `count` rows with the largest cosines, or all rows if there
         are fewer; among equal cosines, the first rows. Every row is compared. One shard is in memory at a time; `mark`
         is called for each, as a heartbeat.
@@ -102,7 +102,7 @@ class StoredEmbeddings(Stored):
         exact, first_row = queries.astype(np.float64), 0
         cosines, rows = (np.zeros((len(queries), 0), dtype) for dtype in (np.float32, np.int64))
         for shard, size in enumerate(self.rows):
-            mark()
+            heartbeat()
             shard_cosines = (exact @ self.load(shard).astype(np.float64).T).astype(np.float32)
             numbers = np.broadcast_to(np.arange(first_row, first_row + size), shard_cosines.shape)
             cosines, rows, first_row = np.hstack([cosines, shard_cosines]), np.hstack([rows, numbers]), first_row + size

@@ -19,7 +19,7 @@ from tandem.data.bad_samples import BadSample, partly_read, reason_of
 from tandem.data.sampling.workers import Loader
 from tandem.devices import on_host
 
-from .shards import COUNT, GRID, PARTIAL, Encoded
+from .shards import COUNT, GRID, PARTIAL, EncodedShard
 
 PIECE_FRAMES = 16  # frames of a video that are in memory at once
 
@@ -39,7 +39,7 @@ def encode_batches(
     per_request: int,
     num_workers: int,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Iterator[Encoded]:
+) -> Iterator[EncodedShard]:
     """The rows that `encode` makes of the samples of each shard, in the order of the shards; an array for each sample
     that can be read.
 
@@ -74,9 +74,9 @@ def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, l
     return torch.cat(pieces[1:] or pieces), notes, bad
 
 
-def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> Encoded:
+def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> EncodedShard:
     counts: list[int] = []
-    encoded = Encoded([], [], [])
+    encoded = EncodedShard([], [], [])
 
     def pieces() -> Iterator[Tensor]:
         for sample_pieces, notes, bad in batches:
@@ -113,7 +113,7 @@ def encode_streams(
     frames_per_code: int,
     num_threads: int,
     in_shape: bool = False,
-) -> Iterator[Encoded]:
+) -> Iterator[EncodedShard]:
     """Codes of the videos of each shard, in the order of the shards. The memory does not depend on the length of a
     video.
 
@@ -139,7 +139,7 @@ def encode_streams(
         encoded_indices = sorted(notes)
         bad.sort(key=lambda sample: sample.index)
         rows = [rows_part for index in encoded_indices for rows_part in parts[index]]
-        yield Encoded(rows, [{**notes[index], **grids[index]} for index in encoded_indices], bad)
+        yield EncodedShard(rows, [{**notes[index], **grids[index]} for index in encoded_indices], bad)
 
 
 def _encode_pieces(

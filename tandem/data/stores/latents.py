@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from tandem.data.decoding.texts import read_sentence, sentence
-from tandem.data.fields import Field, ImageField, Samples
+from tandem.data.fields import Field, ImageField, SampleDataset
 from tandem.data.sets import has, open_records
-from tandem.data.sources.record import Entry, Record, Wanted
+from tandem.data.sources.record import FieldSpec, FileRef, Record
 from tandem.data.sources.rows import Rows
 
 from .codes import StoredCodes
@@ -51,7 +51,7 @@ class LabelField(Field):
             or label of its row. Otherwise the first folder of its name gives the class.
         numbers: The numbers of the classes by name. An image in no folder has the number after the last, which trainers
             of diffusion transformers take for no class.
-        name_of: index -> the name of the image, as of a `Source`.
+        name_of: index -> the name of the image, as of a `RecordSource`.
         is_needed: Whether an image whose class is neither a number nor such a name is bad; if not, it has no label.
     """
 
@@ -60,13 +60,13 @@ class LabelField(Field):
     name_of: Callable[[int], str]
     is_needed: bool = True
 
-    wanted: ClassVar[Wanted] = Wanted("class", "class", (".cls",), ("cls", "label"), as_cells=True)
+    wanted: ClassVar[FieldSpec] = FieldSpec("class", "class", (".cls",), ("cls", "label"), as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         if not self.is_said:
             return {"label": self.numbers.get(_first_folder(self.name_of(index)), len(self.numbers))}
         cls = record.get(self.wanted.name)
-        text = read_sentence(cls) if isinstance(cls, Entry) else sentence(str(next(iter((cls or {}).values()), "")))
+        text = read_sentence(cls) if isinstance(cls, FileRef) else sentence(str(next(iter((cls or {}).values()), "")))
         number = self.numbers.get(text, text)
         if not _CLASS.fullmatch(str(number)):
             if not self.is_needed:
@@ -80,7 +80,7 @@ def _first_folder(name: str) -> str:
     return "".join(PurePosixPath(name).parts[:-1][:1])
 
 
-def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Samples:
+def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> SampleDataset:
     """A set of images with their "label", which may be missing unless it `is_needed` (see `LabelField`). Names of
     classes have their numbers in a table. If no image has a class beside it, the folders, also those of members of
     tars, are numbered in sorted order, as by torchvision's ImageFolder. See `open_records` for `spec` and what is
@@ -93,7 +93,7 @@ def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Sampl
     else:
         names = sorted({_first_folder(source.name(index)) for index in range(len(source))} - {""})
     numbers = {name: number for number, name in enumerate(names)}
-    return Samples(source, [image, LabelField(is_stated, numbers, source.name, is_needed)])
+    return SampleDataset(source, [image, LabelField(is_stated, numbers, source.name, is_needed)])
 
 
 def labels_line(labels: Collection[int | None]) -> str:

@@ -43,7 +43,7 @@ class OutputFolder:
     ) -> None:
         self.path, self.settings, self.processes, self.say = path, settings, processes, say
         all_settings = processes.gather_objects(settings)
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if any(settings_of_rank != all_settings[0] for settings_of_rank in all_settings):
                 raise ValueError("the processes do not see the same files, or compute on different devices")
             if processes.rank == 0:
@@ -78,12 +78,12 @@ class OutputFolder:
         """Make, lock and claim the folder. Raises OSError and ValueError."""
         lock = self.path / ".lock"
         if fresh and self.path.is_dir():
-            with writing.hold(lock, self.processes.mark):
+            with writing.hold(lock, self.processes.heartbeat):
                 old_folder = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
             line = f"starting over; what was in {self.path} is in {old_folder}"
             self.say(line if old_folder else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = writing.hold(lock, self.processes.mark)
+        self._lock = writing.hold(lock, self.processes.heartbeat)
         self._claim()
 
     def _claim(self) -> None:

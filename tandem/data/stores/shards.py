@@ -41,7 +41,7 @@ _MOST_NUMBERS = 1 << 29  # of a shard
 Array = npt.NDArray[Any]
 
 
-class Encoded(NamedTuple):
+class EncodedShard(NamedTuple):
     """The items of a shard.
 
     Args:
@@ -55,7 +55,9 @@ class Encoded(NamedTuple):
     bad: list[BadSample]
 
 
-Encode = Callable[[Sequence[range]], Iterator[Encoded]]  # the indices of the items of each shard -> the shards' content
+Encode = Callable[
+    [Sequence[range]], Iterator[EncodedShard]
+]  # the indices of the items of each shard -> the shards' content
 
 
 class ShardWriter:
@@ -91,10 +93,10 @@ class ShardWriter:
         """
         start_time, processes = time.perf_counter(), self.output.processes
         bad_by_shard: dict[int, list[BadSample]] = {}
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if processes.rank == 0:  # this reads all existing shards
                 for k in range(len(self)):
-                    processes.working("checking the shards")
+                    processes.heartbeat("checking the shards", is_uninterrupted=True)
                     with contextlib.suppress(*_DAMAGES):
                         bad_by_shard[k] = self._check_shard(k)
         missing = processes.broadcast_object([k for k in range(len(self)) if k not in bad_by_shard])
@@ -105,14 +107,14 @@ class ShardWriter:
         results = compute([self._items[k] for k in missing[processes.rank :: processes.world_size]])
         for shard in self.output.rounds(missing, done):
             bad: list[BadSample] = []
-            with processes.agreement():
+            with processes.raise_on_all_ranks():
                 if shard is not None:
                     encoded = next(results)
                     self._write(shard, encoded)
                     bad = encoded.bad
             self._report_bad(log, bad, stop_at_bad)
         seconds = time.perf_counter() - start_time
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if processes.rank == 0:
                 self._write_index(counted)
         return sum(len(self._items[k]) for k in missing), log.count, seconds
@@ -128,7 +130,7 @@ class ShardWriter:
     def _file(self, shard: int) -> str:
         return f"{self._name}-{shard:05d}.safetensors"
 
-    def _write(self, shard: int, encoded: Encoded) -> None:
+    def _write(self, shard: int, encoded: EncodedShard) -> None:
         rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
         notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
         assert (len(notes) + len(bad), _count_rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
@@ -178,7 +180,7 @@ class ShardWriter:
     def _report_bad(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
         """Report the items that any process could not read, each once. Collective."""
         new = log.share(bad, self.output.processes.gather_objects)
-        with self.output.processes.agreement():
+        with self.output.processes.raise_on_all_ranks():
             if new and stop:
                 raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
             for sample in new:  # their names may hold bytes that are not UTF-8
@@ -186,7 +188,7 @@ class ShardWriter:
             log.check()
 
 
-class Stored:
+class StoredArrays:
     """A complete folder of shards; `index` is index.json, and `sha256` its checksum. All methods raise ValueError, in
     one line, if there is none, or it is incomplete, or a file does not agree with the index."""
 

@@ -10,7 +10,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tandem.models.layers.attention import Transformer, layers_read
+from tandem.models.layers.attention import Transformer, output_layers
 
 if TYPE_CHECKING:
     from tandem.config.models.mulan import MuLaNConfig
@@ -103,7 +103,7 @@ class AudioTransformer(nn.Module):
             raise ValueError(f"{problem}, which sine and cosine of two coordinates need")
         self.dim, self.patch_size, self.patch_dropout = dim, config.patch_size, config.patch_dropout
         self.layout = config.layout
-        self.layers = layers_read(config.audio_depth, config.hierarchical_layers, config.hierarchical_spacing)
+        self.layers = output_layers(config.audio_depth, config.hierarchical_layers, config.hierarchical_spacing)
         self.embed = PatchEmbedding(config.patch_size, dim, has_levels=is_ours)
         hidden = max(32, dim // 4) if is_ours else dim // 4
         self.relative_bias = RelativePositionBias(config.transformer("audio")["heads"], hidden, is_log=is_ours)

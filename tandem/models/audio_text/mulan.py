@@ -94,7 +94,7 @@ class MuLaN(Pretrained):
     def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
         config.check()
-        self.config = config.plain()
+        self.config = config.to_dict()
         # Whether CLIP's tokenizer marks the start and the end of a text; musiclm-pytorch has no marks.
         self.marks_texts = config.layout == "tandem"
         self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)

@@ -19,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 from tandem.config.models.towers import AUDIO_KINDS, FIELDS, SAMPLE_RATE, TEXT_KINDS, first_position, max_tokens
 from tandem.io.installed import missing_package
-from tandem.models.layers.attention import SDPA_KERNELS, at_least_fp32, layers_read
+from tandem.models.layers.attention import SDPA_KERNELS, at_least_fp32, output_layers
 from tandem.models.layers.recompute import recomputed
 
 from .log_mel import check_waveforms
@@ -79,7 +79,7 @@ class _Tower(nn.Module):
                     module._gradient_checkpointing_func = partial(recomputed, when=True)
         for module in self.encoder.modules():
             module.register_forward_pre_hook(_view_inputs)
-        self.read = layers_read(config["num_hidden_layers"], below, spacing)
+        self.read = output_layers(config["num_hidden_layers"], below, spacing)
         self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.read[1:])
 
     def _features(self, feature: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tandem.models.layers.attention import Transformer, layers_read
+from tandem.models.layers.attention import Transformer, output_layers
 
 if TYPE_CHECKING:
     from tandem.config.models.mulan import MuLaNConfig
@@ -29,7 +29,7 @@ class TextTransformer(nn.Module):
         self.positions = nn.Embedding(self.max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))
         self.transformer = Transformer(**config.transformer("text"))
-        self.layers = layers_read(config.text_depth, config.hierarchical_layers, config.hierarchical_spacing)
+        self.layers = output_layers(config.text_depth, config.hierarchical_layers, config.hierarchical_spacing)
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
         for weight in (self.tokens.weight, self.positions.weight, self.cls):
             nn.init.normal_(weight, std=_INIT_STD)

@@ -35,7 +35,7 @@ class Discriminator(Pretrained):
 
     def __init__(self, config: DiscriminatorConfig) -> None:
         super().__init__()
-        self.config = config.plain()
+        self.config = config.to_dict()
         dim, channels, layers = config.dim, config.channels, config.layers
         if min(dim, channels, layers) < 1:
             sizes = f"dim {dim}, {channels} channels and {layers} layers"
@@ -96,7 +96,7 @@ class VideoDiscriminator(Pretrained):
 
     def __init__(self, config: VideoDiscriminatorConfig) -> None:
         super().__init__()
-        self.config = config.plain()
+        self.config = config.to_dict()
         self.frame_head = Discriminator(DiscriminatorConfig(config.dim, config.layers))
         self.clip_heads = nn.ModuleList(_ClipHead(config.dim, config.layers) for _ in _TIME_STRIDES)
 

@@ -68,7 +68,7 @@ class VideoTokenizer(Autoencoder):
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__()
-        self.config = config.plain()
+        self.config = config.to_dict()
         check_options(config)
         self.frames_per_code = frames_per_code(config.layers)
         self.pixels_per_code = pixels_per_code(config.layers, config.patch_size)
@@ -100,20 +100,20 @@ class VideoTokenizer(Autoencoder):
         """A short description of the codebook, such as "fsq: 1000 codes, levels 8,5,5,5"."""
         return f"{self.config['quantizer']}: {self.quantizer.summary()}"
 
-    def forward(self, videos: Tensor, *, observe: bool = False) -> VideoTokenizerOutput | None:
+    def forward(self, videos: Tensor, *, accumulate_stats: bool = False) -> VideoTokenizerOutput | None:
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
-            observe: Only add the videos to the quantizer's statistics over several micro-batches
-                (``quantizer.observe``), and return None.
+            accumulate_stats: Only add the videos to the quantizer's statistics over several micro-batches
+                (``quantizer.accumulate_stats``), and return None.
 
         Raises:
             ValueError: one line that names the nearest sizes that fit.
         """
         chunks = list(self._latents(videos))
         z = torch.cat(chunks, dim=2)
-        if observe:
-            self.quantizer.observe(z)
+        if accumulate_stats:
+            self.quantizer.accumulate_stats(z)
             return None
         quantized, codes, losses = self.quantizer(z)
         if len(chunks) > 1:  # how many vectors are compared with a codebook at once may change the bits

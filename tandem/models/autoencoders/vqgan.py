@@ -67,7 +67,7 @@ class VQGAN(Autoencoder):
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
-        self._arguments = config.plain()
+        self._arguments = config.to_dict()
         check_choices(config)
         check_scale(config)
         dim, channels = config.dim, config.channels
@@ -134,17 +134,19 @@ class VQGAN(Autoencoder):
         assert isinstance(layer, nn.Conv2d)
         return layer
 
-    def forward(self, images: Tensor, noise: Tensor | None = None, *, observe: bool = False) -> VQGANOutput | None:
+    def forward(
+        self, images: Tensor, noise: Tensor | None = None, *, accumulate_stats: bool = False
+    ) -> VQGANOutput | None:
         """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
         Args:
             noise: Standard normal (b, *latent_shape), with which latents are sampled; without it they are means.
-            observe: Only add the images to the quantizer's statistics over several micro-batches
-                (``quantizer.observe``), and return None.
+            accumulate_stats: Only add the images to the quantizer's statistics over several micro-batches
+                (``quantizer.accumulate_stats``), and return None.
         """
         z = self._encode(images)
-        if observe:
-            self.quantizer.observe(z)
+        if accumulate_stats:
+            self.quantizer.accumulate_stats(z)
             return None
         quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
         reconstruction, features = self._decode(quantized)

@@ -18,7 +18,7 @@ from tandem.models.base import Pretrained
 from tandem.models.layers.convolutional import check_images
 from tandem.models.layers.resizing import cropped, resized
 
-from .losses import x_start_of
+from .losses import predict_x_start
 from .sampling import Denoise, Denoised, Inpaint, dynamic_threshold, guided, sample
 from .schedule import Schedule
 from .unet import CHANNELS, Unet, coordinates_of
@@ -46,7 +46,7 @@ class Decoder(Pretrained):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config.plain()
+        self.config = config.to_dict()
         if config.lowres_condition not in LOWRES_CONDITIONS:
             raise ValueError(f"lowres_condition {config.lowres_condition!r} is none of {', '.join(LOWRES_CONDITIONS)}")
         level, timesteps = config.lowres_noise_level, config.timesteps
@@ -244,7 +244,7 @@ class Decoder(Pretrained):
             times = torch.full((len(x),), t, device=x.device)
             output = unet(x, times, **inputs)
             prediction, variance = output[:, :CHANNELS], output[:, CHANNELS:]
-            x_start = x_start_of(objective, prediction, x, *schedule.at(times, x))
+            x_start = predict_x_start(objective, prediction, x, *schedule.at(times, x))
             return Denoised(x_start, fraction_of(variance) if variance.shape[1] else None)
 
         return denoise

@@ -41,7 +41,7 @@ def coefficients(objective: str, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, 
     return (alpha, -sigma) if objective == "v" else (torch.ones_like(alpha), -sigma)
 
 
-def x_start_of(objective: str, prediction: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+def predict_x_start(objective: str, prediction: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
     """The clean picture that a prediction means, at the noisy picture x."""
     a, b = coefficients(objective, alpha, sigma)
     return a * x + b * prediction
@@ -156,6 +156,6 @@ class DiffusionLoss:
         error = (prediction - target).square().flatten(1).mean(1)
         bits = torch.zeros_like(error)
         if self._variance is not None:
-            x_start = x_start_of(self.objective, prediction, x, alpha, sigma)
+            x_start = predict_x_start(self.objective, prediction, x, alpha, sigma)
             bits = self._variance.bits(x0.to(x), x_start, fraction_of(output[:, channels:]), times)
         return Losses(error * self._weights[times].to(error.dtype), error, bits)

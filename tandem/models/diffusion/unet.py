@@ -36,7 +36,7 @@ class Unet(Pretrained):
 
     def __init__(self, config: UnetConfig) -> None:
         super().__init__()
-        self.config, self.spec = config.plain(), config  # the fields as a dict, for config.json, and as a dataclass
+        self.config, self.spec = config.to_dict(), config  # the fields as a dict, for config.json, and as a dataclass
         dim, cond_dim, hidden, widest = config.dim, config.cond_dim, 4 * config.dim, config.dim * config.dim_mults[-1]
 
         dim_in = CHANNELS * (1 + config.lowres_cond) + 2 * config.coordinates

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tandem.io.fetching import fetched_from_hub
+from tandem.io.fetching import fetch_from_hub
 from tandem.io.installed import how_to_install
 from tandem.io.published import read_state_dict
 from tandem.io.reading import DAMAGES, one_line, read_json
@@ -64,7 +64,7 @@ class Clip(nn.Module):
     @classmethod
     def from_file(
         cls, name: str, weights: str | Path | None, device: torch.device | str = "cpu",
-        mark: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> Clip:  # fmt: skip
         """The model with its weights.
 
@@ -88,7 +88,7 @@ class Clip(nn.Module):
         model_class = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
         if not name.lower().endswith(".json") and (published := _published(name, tag, config)):
             preprocessing = published
-            weights = fetched_from_hub(f"the weights of --clip {name}", *_split_address(published["hf_hub"]), mark)
+            weights = fetch_from_hub(f"the weights of --clip {name}", *_split_address(published["hf_hub"]), heartbeat)
         elif weights is None:
             raise ValueError(f"--clip {name} needs the file of its weights: give --clip_weights")
         try:
@@ -108,7 +108,7 @@ class Clip(nn.Module):
         model = cls(network, tokenizer, config["embed_dim"], mean, std).to(device)
         model.file = str(weights)
         names = {"name": Path(name).name if name.lower().endswith(".json") else name, "weights": Path(tag).name}
-        model.origin = {**names, "sha256": _sha256(model.file, mark)}
+        model.origin = {**names, "sha256": _sha256(model.file, heartbeat)}
         return model
 
     @property
@@ -181,11 +181,11 @@ def is_published(origin: Mapping[str, str]) -> bool:
     return not is_file
 
 
-def _sha256(path: str, mark: Callable[[], None]) -> str:
+def _sha256(path: str, heartbeat: Callable[[], None]) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):
-            mark()
+            heartbeat()
             digest.update(chunk)
     return digest.hexdigest()
 

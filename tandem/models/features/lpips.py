@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tandem.io.fetching import fetched
+from tandem.io.fetching import fetch_file
 from tandem.io.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
 from tandem.models.building import build_with_weights
 
@@ -115,7 +115,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def load_perceptual(
     kind: str, weights: str | Path | None = None, device: torch.device | str = "cpu", *, side: int | None = None,
-    widths: Sequence[int] = WIDTHS, flag: str = "--perceptual_weights", mark: Callable[[], None] = lambda: None,
+    widths: Sequence[int] = WIDTHS, flag: str = "--perceptual_weights", heartbeat: Callable[[], None] = lambda: None,
 ) -> PerceptualLoss | None:  # fmt: skip
     """The perceptual loss with its weights.
 
@@ -156,7 +156,9 @@ def load_perceptual(
             raise ValueError(f"{source} holds no weights of {kind}; give {published}")
         for prefix, file in files.items():
             if not any(name.startswith(prefix) for name in state):
-                state |= read_state_dict(fetched(file, mark), {name for name in own_names if name.startswith(prefix)})
+                state |= read_state_dict(
+                    fetch_file(file, heartbeat), {name for name in own_names if name.startswith(prefix)}
+                )
     except ValueError as error:
         raise ValueError(f"{flag}: {error}{hint}") from None
     state = {own_names[name]: tensor for name, tensor in state.items()}
@@ -169,12 +171,12 @@ def load_perceptual(
 
 
 def load_lpips(
-    weights: str | None, side: int, device: torch.device | str = "cpu", mark: Callable[[], None] = lambda: None
+    weights: str | None, side: int, device: torch.device | str = "cpu", heartbeat: Callable[[], None] = lambda: None
 ) -> PerceptualLoss | None:
     """The LPIPS that a validation reports of images with this side in pixels, with the weights of --lpips_weights; None
     without any. Raises ValueError as `load_perceptual`."""
     return load_perceptual(
-        "lpips" if weights else "none", weights, device, side=side, flag="--lpips_weights", mark=mark
+        "lpips" if weights else "none", weights, device, side=side, flag="--lpips_weights", heartbeat=heartbeat
     )
 
 

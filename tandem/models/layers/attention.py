@@ -130,7 +130,7 @@ def _layer(
     return x + feed_forward(x, feed_forward_keys)
 
 
-def layers_read(depth: int, below: int, spacing: str) -> list[int]:
+def output_layers(depth: int, below: int, spacing: str) -> list[int]:
     """Layers, from 0, whose outputs a tower gives: the last, then so many below it, from the top down.
 
     Args:

@@ -39,12 +39,12 @@ class GlobalMean:
         self._local_sum: Tensor | None = None
         self._global_sum: Tensor | None = None
 
-    def observe(self, total: Tensor, count: int) -> None:
+    def accumulate_stats(self, total: Tensor, count: int) -> None:
         """Add the sum (k,) over `count` items."""
         packed = _pack(total, count)
         self._local_sum = packed if self._local_sum is None else self._local_sum + packed
 
-    def pool(self, all_reduce: AllReduce) -> None:
+    def reduce_stats(self, all_reduce: AllReduce) -> None:
         """Fix the mean over the items of all processes, until `clear`. Collective."""
         if self._local_sum is None:
             raise RuntimeError("pool() before observe(): nothing was observed, so there is nothing to pool")
@@ -72,7 +72,7 @@ def _pack(total: Tensor, count: int) -> Tensor:
     return torch.cat([wide := total.detach().to(widest(total.device)), wide.new_full((1,), count)])
 
 
-def of_one_process(tensor: Tensor) -> Tensor:
+def single_process(tensor: Tensor) -> Tensor:
     """Sum or concatenation over one process: the tensor itself."""
     return tensor
 
@@ -108,7 +108,7 @@ class Bottleneck(nn.Module):
         if dim < 1:
             raise ValueError(f"{'codebook_dim' if num_codes else 'latent_dim'} {dim}: give at least 1")
         self.num_codes, self.dim = num_codes, dim
-        self.all_reduce = self.gather = of_one_process
+        self.all_reduce = self.gather = single_process
         self.rank, self.world_size = 0, 1
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
@@ -141,9 +141,10 @@ class Bottleneck(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     @property
-    def needs_observation(self) -> bool:
-        """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update.
-        It is the same on every process, but may change from one update to the next. False in eval mode."""
+    def needs_stats(self) -> bool:
+        """Whether, with several micro-batches, `accumulate_stats` and `reduce_stats` must come before the forwards of
+        the next update. It is the same on every process, but may change from one update to the next. False in eval
+        mode."""
         return False
 
 
@@ -153,7 +154,7 @@ class Quantizer(Bottleneck, ABC):
     Averaged over processes and micro-batches, values and gradients of the losses equal those of one process that holds
     the whole batch of the update. Processes and micro-batches must hold equally many vectors. One update is
 
-        for each micro-batch:  quantizer.observe(z)      only with several micro-batches, if `needs_observation`
+        for each micro-batch:  quantizer.observe(z)      only with several micro-batches, if `needs_stats`
         quantizer.pool()                                 only after observe
         for each micro-batch:  quantizer(z), backward
         optimizer step
@@ -183,13 +184,13 @@ class Quantizer(Bottleneck, ABC):
         return f"{self.num_codes} codes"
 
     @property
-    def needs_observation(self) -> bool:
+    def needs_stats(self) -> bool:
         return self._mean is not None and self.training
 
     def forward(self, z: Tensor) -> Quantized:
         """z (b, dim, ...) of any floating dtype; computed in fp32, even under autocast.
 
-        Collective while learning, if `needs_observation` and `pool` was not called before.
+        Collective while learning, if `needs_stats` and `reduce_stats` was not called before.
 
         Raises:
             ValueError: z has another number of channels.
@@ -212,20 +213,20 @@ class Quantizer(Bottleneck, ABC):
         return rearrange(self._look_up(codes), "b ... d -> b d ...").contiguous()
 
     @torch.no_grad()
-    def observe(self, z: Tensor) -> None:
+    def accumulate_stats(self, z: Tensor) -> None:
         """Add a micro-batch of the coming update to the statistics of the whole batch. Calls no collective."""
-        if self.needs_observation:
+        if self.needs_stats:
             with torch.autocast(z.device.type, enabled=False):
                 self._accumulate_stats(self._project(self._to_rows(z)))
 
     @torch.no_grad()
-    def pool(self) -> None:
-        """Fix the observed statistics for every forward until `after_update`. Collective."""
+    def reduce_stats(self) -> None:
+        """Fix the observed statistics for every forward until `after_step`. Collective."""
         if self._mean is not None:
-            self._mean.pool(self.all_reduce)
+            self._mean.reduce_stats(self.all_reduce)
 
     @torch.no_grad()
-    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+    def after_step(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
         """End an update. Call it once per update, after the last backward. Collective; in eval mode it does nothing.
 
         Args:

@@ -51,9 +51,9 @@ class SoftmaxEntropy:
     def __init__(self, temperature: float, gamma: float) -> None:
         self._temperature, self._gamma, self.mean = temperature, gamma, GlobalMean()
 
-    def observe(self, logits: Tensor) -> None:
+    def accumulate_stats(self, logits: Tensor) -> None:
         """Add logits (n, K) of a micro-batch of the coming update to the mean."""
-        self.mean.observe(self._log_p(logits).exp().sum(0), len(logits))
+        self.mean.accumulate_stats(self._log_p(logits).exp().sum(0), len(logits))
 
     def __call__(self, logits: Tensor, all_reduce: AllReduce | None) -> Tensor:
         """H_sample - gamma H_batch, 0-d, of logits (n, K); `all_reduce` as in `GlobalMean`."""
@@ -100,9 +100,9 @@ class SignEntropy:
         self._sizes = [bits // groups + (index < bits % groups) for index in range(groups)]
         self._scale, self._gamma, self.mean = scale, gamma, GlobalMean()
 
-    def observe(self, x: Tensor) -> None:
+    def accumulate_stats(self, x: Tensor) -> None:
         """Add x (n, d) of a micro-batch of the coming update to the mean."""
-        self.mean.observe(_sum_distributions(self._halves(self._scale * x)), len(x))
+        self.mean.accumulate_stats(_sum_distributions(self._halves(self._scale * x)), len(x))
 
     def __call__(self, x: Tensor, all_reduce: AllReduce | None) -> Tensor:
         """H_sample - gamma H_batch, 0-d, of x (n, d); `all_reduce` as in `GlobalMean`."""

@@ -81,7 +81,7 @@ class DiagonalGaussian(Bottleneck):
         return codes
 
     @torch.no_grad()
-    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+    def after_step(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
         if not self.training:
             return
         total = self.all_reduce(torch.stack(self._sums).sum(0))

@@ -57,7 +57,7 @@ class IndexBackpropQuantizer(Quantizer):
         self.codebook, self._entropy = TrainedCodebook(self.num_codes, self.dim), entropy
 
     def _accumulate_stats(self, rows: Tensor) -> None:
-        self._entropy.observe(self.codebook(rows))
+        self._entropy.accumulate_stats(self.codebook(rows))
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logits = self.codebook(rows)

@@ -45,7 +45,7 @@ class LookupFreeQuantizer(Quantizer):
         return 1.0
 
     def _accumulate_stats(self, rows: Tensor) -> None:
-        self._entropy.observe(rows)
+        self._entropy.accumulate_stats(rows)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         codes = sign_codes(rows)

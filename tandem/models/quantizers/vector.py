@@ -73,7 +73,7 @@ class VectorQuantizer(Quantizer):
         return self._is_initialized
 
     @property
-    def needs_observation(self) -> bool:
+    def needs_stats(self) -> bool:
         return self.training and not self.is_initialized
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -81,13 +81,13 @@ class VectorQuantizer(Quantizer):
         self._is_initialized = False  # the loaded codebook may have no entries yet
 
     @torch.no_grad()
-    def pool(self) -> None:
+    def reduce_stats(self) -> None:
         if self._first_vectors:
             self._initialize(torch.cat(self._first_vectors))
         self._first_vectors = []
 
     @torch.no_grad()
-    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+    def after_step(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
         if not self.training:
             return
         if not self._codes:

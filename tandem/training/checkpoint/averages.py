@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.io.reading import DAMAGES, parse_json, words_of
+from tandem.io.reading import DAMAGES, error_text, parse_json
 from tandem.io.writing import delete, replacing, sync
 from tandem.training.power_function import Profile, coefficients, exponent_of
 
@@ -78,7 +78,7 @@ class AverageFiles:
         """
         return _read(self._list_files(part)[-1].path)
 
-    def of_length(self, part: str, length: float, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int, float]:
+    def reconstruct(self, part: str, length: float, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int, float]:
         """The average of another length, up to the update of the last save.
 
         Args:
@@ -170,4 +170,4 @@ def _one_line_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except _DAMAGES as error:
-        raise ValueError(f"cannot read {path}: {words_of(error)}") from None
+        raise ValueError(f"cannot read {path}: {error_text(error)}") from None

@@ -17,11 +17,11 @@ from tandem.io.reading import (
     DAMAGES,
     check_inside,
     check_regular,
+    error_text,
     open_regular,
     parse_json,
     read_bytes,
     read_json,
-    words_of,
 )
 from tandem.io.writing import NEW_FILE_MODE, sync
 
@@ -86,7 +86,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
                 tree[leaf] = tensor
         return parts, dict(state["meta"])
     except OSError as error:
-        raise damaged(Path(error.filename or folder), words_of(error)) from None
+        raise damaged(Path(error.filename or folder), error_text(error)) from None
     except _DAMAGES as error:
         raise damaged(folder, f"{type(error).__name__}: {error}") from None
 
@@ -106,7 +106,7 @@ def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: 
             path = inside(folder, name)
             checksum = _sha256(path, on_progress) if _has_full_length(path) else ""
         except (OSError, ValueError) as error:
-            raise damaged(folder / name, words_of(error)) from None
+            raise damaged(folder / name, error_text(error)) from None
         if sums.get(name) != checksum:
             raise damaged(folder / name, f"its content is not what was written: its checksum differs from {SUMS}")
 
@@ -116,7 +116,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
     try:
         lines = read_bytes(inside(folder, SUMS), _LONGEST_SUMS_BYTES).decode(errors="replace").splitlines()
     except (OSError, ValueError) as error:
-        raise damaged(path, words_of(error)) from None
+        raise damaged(path, error_text(error)) from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if bad_names := [name for name in sums if Path(name).name != name or name in ("", ".", "..")]:
         raise damaged(path, f"{bad_names[0]!r} is no file of this folder")

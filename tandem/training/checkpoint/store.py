@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from tandem.io.reading import words_of
+from tandem.io.reading import error_text
 from tandem.io.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
 
 from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
@@ -88,7 +88,7 @@ class Checkpoints:
             UserMistake: one line, if the root's machine has too little memory.
         """
         tensors = pinned_by(parts)
-        with self._processes.agreement():
+        with self._processes.raise_on_all_ranks():
             if self._processes.is_root:
                 self._memory.pin(tensors)
 
@@ -158,7 +158,7 @@ class Checkpoints:
             UserMistake: one line, if all checkpoints are damaged or gone, or a process does not see the folder.
         """
         processes, newest = self._processes, None
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if processes.is_root:
                 newest = self.newest_good(say)
                 if newest is None and folder.finished_step is not None:
@@ -169,7 +169,7 @@ class Checkpoints:
         # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
         latest = processes.broadcast_object(str(newest) if newest else None)
         blind_ranks = [rank for rank, is_seen in enumerate(processes.gather_objects(folder.is_seen)) if not is_seen]
-        with processes.agreement():
+        with processes.raise_on_all_ranks():
             if blind_ranks:
                 if latest:
                     raise ValueError(f"cannot resume: {unseen(blind_ranks[0], folder.path)}")
@@ -186,7 +186,7 @@ class Checkpoints:
         """
         for name, state in states.items():
             # One agreement for each part: a part that has collectives calls them first.
-            with self._processes.agreement(), explained(path, name):
+            with self._processes.raise_on_all_ranks(), explained(path, name):
                 parts[name].load_state_dict(state)
 
     def newest_good(self, say: Callable[[str], None]) -> Path | None:
@@ -201,7 +201,7 @@ class Checkpoints:
         errors: list[tuple[Path, ValueError]] = []
         for path in reversed(_list_checkpoints(self.folder)):
             try:
-                check_sums(path, self._processes.mark)
+                check_sums(path, self._processes.heartbeat)
             except ValueError as error:
                 errors.append((path, error))
                 continue
@@ -238,7 +238,7 @@ class Checkpoints:
 
     def _wait_for_copy(self) -> None:
         if self._snapshot is not None:
-            self._processes.mark("copying the state for a checkpoint")
+            self._processes.heartbeat("copying the state for a checkpoint")
             self._snapshot.wait()
 
     def join(self) -> None:
@@ -247,7 +247,7 @@ class Checkpoints:
         while self._thread is not None and self._thread.is_alive():
             seconds = processor_time(self._thread)
             if seconds is None or seconds != last_seconds:  # a write may take long, but a disk that hangs ends the run
-                self._processes.mark("writing a checkpoint")
+                self._processes.heartbeat("writing a checkpoint")
             last_seconds = seconds
             self._thread.join(timeout=1.0)
         self._thread = None
@@ -268,7 +268,7 @@ class Checkpoints:
             self._commit(unfinished, path)
         except Exception as error:  # training goes on after any error, because the next save may succeed
             if not path.exists():  # if it exists, only steps after the rename failed: the next save repeats them
-                self.failure = f"cannot write the checkpoint {path}: {words_of(error)}"
+                self.failure = f"cannot write the checkpoint {path}: {error_text(error)}"
             if unfinished is not None:
                 delete(unfinished)  # make room: the disk may be full
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
@@ -302,7 +302,7 @@ class Checkpoints:
         try:
             os.rename(path, unwanted)
         except OSError as error:
-            self._note_undeleted(path, words_of(error))
+            self._note_undeleted(path, error_text(error))
             return
         files = sorted(os.listdir(unwanted))
         if reason := delete(unwanted):

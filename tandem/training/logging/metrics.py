@@ -55,7 +55,7 @@ class Metrics:
         return self._progress.due(self._every, ahead=1)
 
     @property
-    def codes_due(self) -> bool:
+    def are_codes_due(self) -> bool:
         """Whether `log_codes` needs the codes of the update that is being made."""
         return self.due or self._histogram_due
 
@@ -80,8 +80,8 @@ class Metrics:
 
     def log_codes(self, codes: Sequence[Tensor], num_codes: int) -> None:
         """Record the codes of this update's micro-batches, integers of any shape below `num_codes`: the line has their
-        statistics, and `pictures` their histogram. Without effect unless `codes_due`, else collective."""
-        if self.codes_due:
+        statistics, and `pictures` their histogram. Without effect unless `are_codes_due`, else collective."""
+        if self.are_codes_due:
             counts = counts_of_codes(codes, num_codes, self._processes.sum)
             self.log(**code_statistics(counts))
             if self._histogram_due and self._processes.is_root:

@@ -222,7 +222,7 @@ def plain(value: Any) -> Any:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def described(part: Any) -> str:
+def describe_part(part: Any) -> str:
     """An engine's number of parameters, and the codebook of its model if it has one; empty for other parts."""
     count = getattr(part, "num_parameters", None)
     if count is None:
@@ -231,7 +231,7 @@ def described(part: Any) -> str:
     return f"{part.name}: {count:,} parameters{f' ({codebook})' if codebook else ''}"
 
 
-def last_words(folder: Path, models: Sequence[str], picture: Path | None, use: Sequence[str]) -> Iterator[str]:
+def closing_lines(folder: Path, models: Sequence[str], picture: Path | None, use: Sequence[str]) -> Iterator[str]:
     """A line on each output of a finished run, and the commands that show it and use its model (`Evaluation.use`)."""
     yield f"model: {', '.join(models)}"
     if picture:

@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from tandem.io.installed import missing_package
-from tandem.io.reading import parse_json, read_bytes, read_lines, words_of
+from tandem.io.reading import error_text, parse_json, read_bytes, read_lines
 from tandem.io.writing import create, open_appending, replacing, say, write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
@@ -124,7 +124,7 @@ class Trackers:
                 file.truncate(self._size)  # remove the remains of the last failed write
                 file.write(content)
         except OSError as error:
-            failure = f"cannot write {self.path}: {words_of(error)}"
+            failure = f"cannot write {self.path}: {error_text(error)}"
             if self.failure is None:
                 say(f"{failure}; its lines are kept for later")
             self.failure = failure
@@ -152,7 +152,7 @@ class Trackers:
 
     def _switch_off(self, name: str, error: Exception) -> None:
         self._trackers.pop(name, None)
-        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {words_of(error)}")
+        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {error_text(error)}")
 
 
 def _read_file_lines(path: Path) -> Iterator[bytes]:
@@ -236,7 +236,7 @@ class WandbTracker:
         try:
             self._run = wandb.init(**options, mode=None if has_key else "offline")
         except wandb.errors.Error as error:
-            say(f"wandb writes offline: {words_of(error)}")
+            say(f"wandb writes offline: {error_text(error)}")
             # End wandb's service process, which still holds the run that could not start.
             wandb.teardown()
             self._run = wandb.init(**options, mode="offline")

@@ -60,23 +60,23 @@ class _ImageLosses(NamedTuple):
     last_layer_gradients: Tensor | None  # of both with respect to the last weight (2, ...), if needed
 
 
-class Judge:
+class GANLoss:
     """The terms of the generator's and the discriminator's losses, for any formula of them.
 
     `recon, adversarial = judge(out)` are losses of a micro-batch (0-d). `weight` (0-d), the adversarial loss's weight
     for the whole batch, is then known. A loss may be any function of them and of the other losses in `out`:
-        `generator.backward(judge.carried(loss))` gives all weights its gradients as if one graph led from them to the
-        loss. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the images
-        are reused.
+        `generator.backward(judge.with_graph(loss))` gives all weights its gradients as if one graph led from them to
+        the loss. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the
+        images are reused.
 
     The generator's model gives `reconstruction`, `codes`, `losses` and `features` (`models.VQGANOutput`); called with
-    `observe=True` it only adds to the statistics of its `quantizer`. Its `last_layer_gradient` is (features, gradient
-    of a loss with respect to the reconstruction) -> the gradient of the loss with respect to the weight of its last
-    convolution, summed over the batch. The discriminator's model gives a list of logits if it has `num_heads` above 1;
-    the last ones may be left out of an update. Both models may be of videos.
+    `accumulate_stats=True` it only adds to the statistics of its `quantizer`. Its `last_layer_gradient` is (features,
+    gradient of a loss with respect to the reconstruction) -> the gradient of the loss with respect to the weight of
+    its last convolution, summed over the batch. The discriminator's model gives a list of logits if it has `num_heads`
+    above 1; the last ones may be left out of an update. Both models may be of videos.
 
     Args:
-        args: The flags of `AdversaryFlags`, and the seed.
+        args: The flags of `GANFlags`, and the seed.
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
@@ -132,12 +132,12 @@ class Judge:
             self._log(gan_weight=self.weight, gan_loss=losses.adversarial)
         self._reconstruction = out.reconstruction
         self._fakes.append(out.reconstruction.detach())
-        # A displacement of the reconstruction by 0, with respect to which `carried` differentiates the loss.
+        # A displacement of the reconstruction by 0, with respect to which `with_graph` differentiates the loss.
         self._displacement = torch.zeros_like(self._fakes[-1]).requires_grad_()
         reconstruction_term, adversarial_term = ((self._displacement * gradient).sum() for gradient in losses.gradients)
         return losses.reconstruction + reconstruction_term, losses.adversarial + adversarial_term
 
-    def carried(self, loss: Tensor) -> Tensor:
+    def with_graph(self, loss: Tensor) -> Tensor:
         """A loss of these images (0-d), with a graph that leads through their reconstruction."""
         (gradient,) = torch.autograd.grad(loss, self._displacement, retain_graph=True)
         surrogate = (self._reconstruction * gradient).sum()
@@ -145,9 +145,9 @@ class Judge:
 
     def update_codebook(self, skipped: Tensor) -> None:
         """Update the quantizer after an update of the generator, which may have been skipped (0-d bool)."""
-        self._quantizer.after_update(self._step, self._args.seed, skipped)
+        self._quantizer.after_step(self._step, self._args.seed, skipped)
 
-    def critic_losses(self, *, with_penalty: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def discriminator_losses(self, *, with_penalty: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For each micro-batch of the discriminator its loss, LeCam's regulariser and the gradient penalty, 0-d, on the
         images and their reconstructions. A term is 0 if its weight is, the penalty also without `with_penalty`."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
@@ -213,11 +213,11 @@ class Judge:
         quantizer's statistics, and the losses from which an adaptive weight is computed. Returns these losses."""
         if self._processes.grad_accum_steps == 1:
             return []
-        if self._quantizer.needs_observation:
+        if self._quantizer.needs_stats:
             with repeated():
                 for micro_batch in self._micro_batches_of(self._generator):
-                    self._generator(micro_batch.images, observe=True)
-            self._quantizer.pool()
+                    self._generator(micro_batch.images, accumulate_stats=True)
+            self._quantizer.reduce_stats()
         if not (self._is_active and self._args.gan_weight == ADAPTIVE):
             return []
         batch_losses = []

@@ -21,9 +21,9 @@ class GradCache:
     """The contrastive loss of a whole batch, for an update that goes through it in micro-batches. Collective.
 
     With several micro-batches, all are first embedded without a graph, for the `result` and its gradients with respect
-    to the embeddings. Then each is embedded again: `carried(out, caption_ids)` is the loss with a graph, through which
-    the gradients of these rows go back when the engine's `backward` sums instead of averaging (items=1, total=1). So
-    every micro-batch is compared with all negatives, in the memory that one micro-batch needs.
+    to the embeddings. Then each is embedded again: `with_graph(out, caption_ids)` is the loss with a graph, through
+    which the gradients of these rows go back when the engine's `backward` sums instead of averaging (items=1,
+    total=1). So every micro-batch is compared with all negatives, in the memory that one micro-batch needs.
 
     Args:
         engine: Engine of a model that returns ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
@@ -55,7 +55,7 @@ class GradCache:
         assert self._result is not None
         return self._result
 
-    def carried(self, out: Any, caption_ids: Tensor) -> Tensor:
+    def with_graph(self, out: Any, caption_ids: Tensor) -> Tensor:
         """The next micro-batch's embeddings -> the loss of the batch, 0-d, with its gradients with respect to these
         rows. Those of temperature and bias are totals over the batch: only the root's first micro-batch adds them."""
         if self._result is None:

@@ -20,8 +20,8 @@ class Averages:
 
     Args:
         names: Names of the values; the same on every process.
-        device: Device of the values. Their sums, float64, are on its `fp64_device`; if that is the device itself, `add`
-            does not wait for it.
+        device: Device of the values. Their sums, float64, are on its `fp64_device`; if that is the device identity,
+            `add` does not wait for it.
     """
 
     def __init__(self, *names: str, device: torch.device | str = "cpu") -> None:

@@ -80,7 +80,7 @@ class RetrievalQuality:
         self._text.append(text.detach().float().to(self._device))
         self._labels.append(labels)
 
-    def result(self, processes: Backend, mark: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def result(self, processes: Backend, heartbeat: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Quality of retrieval in both directions, equal on every process and for any number of processes. Collective.
 
         Names begin with `text_to_audio/` or `audio_to_text/`, each followed by
@@ -102,9 +102,9 @@ class RetrievalQuality:
             audio, text, pairs = corpus
             by_text, by_clip = _sort_pairs(pairs.candidates, pairs.queries), pairs
             use_counts = torch.bincount(by_text.queries, minlength=len(text)).tolist()
-            text_to_audio = _summarize(_rank_all(text, audio, by_text, processes, mark), use_counts)
+            text_to_audio = _summarize(_rank_all(text, audio, by_text, processes, heartbeat), use_counts)
             has_caption = torch.bincount(by_clip.queries, minlength=len(audio)).clamp_max(1).tolist()
-            audio_to_text = _summarize(_rank_all(audio, text, by_clip, processes, mark), has_caption)
+            audio_to_text = _summarize(_rank_all(audio, text, by_clip, processes, heartbeat), has_caption)
         return {
             **{f"text_to_audio/{name}": value for name, value in text_to_audio.items()},
             **{f"audio_to_text/{name}": value for name, value in audio_to_text.items()},

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tandem.io.reading import read_json_or_empty, words_of
+from tandem.io.reading import error_text, read_json_or_empty
 from tandem.io.writing import delete, free_name, sync
 
 FACTS = "best.json"
@@ -183,4 +183,4 @@ class BestModel:
 
 
 def _reason(path: Path, error: OSError) -> str:
-    return f"cannot write {path}: {words_of(error)}" + (f": {error.filename}" if error.filename else "")
+    return f"cannot write {path}: {error_text(error)}" + (f": {error.filename}" if error.filename else "")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.fields import itself
-from tandem.io.reading import read_json_or_empty, read_yaml, words_of
+from tandem.config.fields import identity
+from tandem.io.reading import error_text, read_json_or_empty, read_yaml
 from tandem.io.writing import hold, move_aside, other_holder, write_atomically
 
 from .starts import add_start, script_of, starts
@@ -56,7 +56,7 @@ class RunFolder:
         #: Update whose weights model/ holds, None if it is not complete.
         self.finished_step: int | None
         folder_state = None
-        with processes.agreement():  # in which the root may wait for a lock
+        with processes.raise_on_all_ranks():  # in which the root may wait for a lock
             if processes.is_root:
                 with self._one_line_errors():
                     folder_state = self._open(fresh)
@@ -97,7 +97,7 @@ class RunFolder:
         old, new = _fill_split_seed(saved), _fill_split_seed(config)
         changed = [
             name
-            for name, normalize in {**fixed_flags, **dict.fromkeys(_SEED_FLAGS, itself)}.items()
+            for name, normalize in {**fixed_flags, **dict.fromkeys(_SEED_FLAGS, identity)}.items()
             if name in config and normalize(old.get(name)) != normalize(new[name])
         ]
         if changed:
@@ -139,7 +139,8 @@ class RunFolder:
             location = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
             hint = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise ValueError(
-                f"cannot write the run folder {self.path}: {words_of(error)}{location}; {hint}give another --output_dir"
+                f"cannot write the run folder {self.path}: {error_text(error)}{location}; {hint}"
+                "give another --output_dir"
             ) from None
 
     def mark_finished(self, step: int) -> None:
@@ -174,10 +175,10 @@ class RunFolder:
                 "--output_dir"
             )
         if fresh and files and not _was_started_by(self.path, self._torchruns):
-            with hold(self._lock_file, self._processes.mark):
+            with hold(self._lock_file, self._processes.heartbeat):
                 moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self._lock_file, self._processes.mark)
+        self._lock = hold(self._lock_file, self._processes.heartbeat)
         # Write 4 KiB: an empty file can be created on a full disk.
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))
@@ -194,7 +195,7 @@ class RunFolder:
         return has_start or any(self.checkpoints_dir.glob("*step_*/state.json"))
 
 
-def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, Any] | None:
+def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[str, Any] | None:
     """The config.yaml of the run that these arguments resume, None for a new run: a run with a checkpoint needs no
     flags for its model's shape and origin. Collective.
 
@@ -206,7 +207,7 @@ def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, An
 
     folder, config = Path(args.output_dir), None
     torchruns = processes.torchruns() if args.fresh else []
-    with processes.agreement():
+    with processes.raise_on_all_ranks():
         begins_anew = args.dry_run or (
             args.fresh and not processes.is_restart and not _was_started_by(folder, torchruns)
         )
@@ -217,7 +218,7 @@ def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, An
         if is_resuming:
             config = json.loads(json.dumps(_read_resumed_config(folder), default=str))
     resumed: dict[str, Any] | None = processes.broadcast_object(config)
-    with processes.agreement():
+    with processes.raise_on_all_ranks():
         if resumed is not None and not os.path.exists(folder / "config.yaml"):
             raise ValueError(f"cannot resume: {unseen(processes.rank, folder)}")
     return resumed
@@ -234,7 +235,9 @@ def _read_resumed_config(folder: Path) -> dict[str, Any]:
         return _read_config(folder)
     except (OSError, ValueError) as error:
         path = folder / "config.yaml"
-        raise ValueError(f"cannot resume: {path}: {words_of(error)}; restore it, or start over with --fresh") from None
+        raise ValueError(
+            f"cannot resume: {path}: {error_text(error)}; restore it, or start over with --fresh"
+        ) from None
 
 
 def _was_started_by(folder: Path, torchruns: Collection[str]) -> bool:

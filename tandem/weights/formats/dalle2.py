@@ -68,7 +68,7 @@ def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
 def describe_public_decoder(path: Path) -> dict[str, Any]:
     """Facts about a public file. Errors: see `load_public_decoder`."""
     config, state = _read_decoder(path, "best")
-    return describe_file(path, "DALLE2-pytorch", "Decoder", config.plain(), state)
+    return describe_file(path, "DALLE2-pytorch", "Decoder", config.to_dict(), state)
 
 
 def save_public_decoder(decoder: Decoder, path: Path) -> None:
@@ -187,7 +187,7 @@ def _read_decoder(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Te
             raise ValueError(option)
         config = decoder_config(decoder, len(unets))
         tensors = {f"{index}.{name}": unet[name] for index, unet in unets.items() for name in unet}
-        check_arguments(config.plain(), tensors)
+        check_arguments(config.to_dict(), tensors)
         state: dict[str, Tensor] = {}
         for index, spec in enumerate(config.unets()):
             with torch.device("meta"):

@@ -23,7 +23,7 @@ from tandem.io.published import check_has_one_set, read_state_dict, shape_of
 from tandem.io.reading import check_regular, one_line
 from tandem.io.weights_writing import on_cpu, replacing
 from tandem.models.audio_text.mulan import MuLaN
-from tandem.models.layers.attention import layers_read
+from tandem.models.layers.attention import output_layers
 
 from .description import describe_file
 
@@ -205,7 +205,7 @@ def _make_constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
     constants = {_WINDOW: torch.hann_window(config["win_length"]), _STRETCH: stretch}
     count = config["hierarchical_layers"]
     for tower in _TOWERS if count else ():
-        constants[_INDICES.format(tower)] = torch.tensor(layers_read(config[f"{tower}_depth"], count, "even")[:0:-1])
+        constants[_INDICES.format(tower)] = torch.tensor(output_layers(config[f"{tower}_depth"], count, "even")[:0:-1])
     return constants
 
 

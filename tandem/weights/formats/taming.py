@@ -193,7 +193,7 @@ def _translate(
         raise ValueError("it is of taming's GumbelVQ, and no VQGAN has a Gumbel quantizer")
     arguments = {**_infer_arguments(state, layout), **extra_arguments}
     check_arguments(arguments, state)
-    expected, levels = build_on_meta(lambda: VQGAN.made(arguments)).state_dict(), len(arguments["ch_mult"])
+    expected, levels = build_on_meta(lambda: VQGAN.from_dict(arguments)).state_dict(), len(arguments["ch_mult"])
     names = {public_name(name, layout, levels): name for name in expected if not _is_quantizer_state(name)}
     if unknown := next((name for name in state if name not in names and name not in layout.unused), None):
         raise ValueError(f"it holds {unknown[:80]}, which is no weight of such an autoencoder of {layout.package}")

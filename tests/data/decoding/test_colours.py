@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from tandem.data.decoding.images import decode_image, decode_picture
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tests.data.helpers import one_line
 from tests.data.sources import encoded
 
@@ -32,7 +32,7 @@ def scaled(white: float, kind: str) -> np.ndarray:
 
 
 def shown(content: bytes, channels: int = 3) -> Tensor:
-    return decode_image(Entry.in_memory(content, "a"), 32, channels)
+    return decode_image(FileRef.in_memory(content, "a"), 32, channels)
 
 
 def sides(content: bytes) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.data.bad_samples import partly_read
 from tandem.data.decoding.images import decode_image
 from tandem.data.sets import open_images
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tests.data.helpers import one_line, write_tar
 from tests.data.sources import encoded, noise
 
@@ -85,10 +85,10 @@ COLOUR_CASES = {
 def test_every_mode_and_format_gives_its_colours(tmp_path, name):
     image, (left, right), tolerance = COLOUR_CASES[name]
     image.save(tmp_path / name, quality=95)
-    picture = decode_image(Entry(str(tmp_path / name)), 32, 3)
+    picture = decode_image(FileRef(str(tmp_path / name)), 32, 3)
     assert picture.shape == (3, 32, 32) and picture.dtype == torch.uint8 and picture.is_contiguous()
     assert_halves(picture, left, right, tolerance)
-    with_alpha = decode_image(Entry(str(tmp_path / name)), 32, 4)
+    with_alpha = decode_image(FileRef(str(tmp_path / name)), 32, 4)
     assert torch.equal(with_alpha[:3], picture)
     assert (with_alpha[3] == 255).all()
 
@@ -112,13 +112,13 @@ TRANSPARENT = {
 def test_transparency_is_kept_with_4_channels_and_shows_white_with_3(tmp_path, name):
     image, left, options = TRANSPARENT[name]
     image.save(tmp_path / name, **options)
-    assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 3), left, (255, 255, 255), 0)
-    assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 4)[3:], (255,), (0,), 0)
+    assert_halves(decode_image(FileRef(str(tmp_path / name)), 32, 3), left, (255, 255, 255), 0)
+    assert_halves(decode_image(FileRef(str(tmp_path / name)), 32, 4)[3:], (255,), (0,), 0)
 
 
 def test_colour_of_transparent_pixels_does_not_bleed(tmp_path):
     halves((0, 0, 255, 255), (255, 0, 0, 0), "RGBA", (68, 68)).save(tmp_path / "a.png")
-    picture = decode_image(Entry(str(tmp_path / "a.png")), 31, 4)
+    picture = decode_image(FileRef(str(tmp_path / "a.png")), 31, 4)
     assert ((picture[3] > 0) & (picture[3] < 255)).any()  # the edge falls inside a pixel
     assert (picture[0] == 0).all()
 
@@ -131,8 +131,8 @@ def test_exif_orientation_is_applied(tmp_path, orientation, ending):
     exif[0x0112] = orientation
     image.save(tmp_path / f"a.{ending}", exif=exif, quality=95)
     ImageOps.exif_transpose(Image.open(tmp_path / f"a.{ending}")).save(tmp_path / "upright.png")
-    picture = decode_image(Entry(str(tmp_path / f"a.{ending}")), 30, 3)
-    upright = decode_image(Entry(str(tmp_path / "upright.png")), 30, 3)
+    picture = decode_image(FileRef(str(tmp_path / f"a.{ending}")), 30, 3)
+    upright = decode_image(FileRef(str(tmp_path / "upright.png")), 30, 3)
     assert psnr(picture, upright) > 45  # rounding: rows are filtered before columns
 
 
@@ -141,7 +141,7 @@ def test_exif_orientation_is_applied_to_a_jpeg_of_reduced_scale(tmp_path):
     exif[0x0112] = 6  # the camera was turned: upright is a quarter turn clockwise
     photo(60, 40).save(tmp_path / "plain.jpg")
     photo(60, 40).save(tmp_path / "turned.jpg", exif=exif)
-    plain, turned = (decode_image(Entry(str(tmp_path / f"{name}.jpg")), 20, 3) for name in ("plain", "turned"))
+    plain, turned = (decode_image(FileRef(str(tmp_path / f"{name}.jpg")), 20, 3) for name in ("plain", "turned"))
     assert torch.equal(turned, plain.rot90(-1, (1, 2)))
 
 
@@ -152,7 +152,7 @@ def test_centre_is_cropped(tmp_path, size):
     left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
     pixels[top : top + 32, left : left + 32] = (0, 255, 0)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    picture = decode_image(Entry(str(tmp_path / "a.png")), 32, 3)
+    picture = decode_image(FileRef(str(tmp_path / "a.png")), 32, 3)
     assert (picture == torch.tensor([0, 255, 0]).view(3, 1, 1)).all()
 
 
@@ -160,7 +160,7 @@ def test_resize_equals_pillows_antialiased_resize(tmp_path):
     image = photo(80, 60)
     image.save(tmp_path / "a.png")
     reference = np.asarray(image.crop((10, 0, 70, 60)).resize((20, 20), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    picture = decode_image(Entry(str(tmp_path / "a.png")), 20, 3)
+    picture = decode_image(FileRef(str(tmp_path / "a.png")), 20, 3)
     # but for its outer pixels, whose filter may look beyond the crop
     assert torch.equal(picture[:, :, 1:-1], torch.from_numpy(reference.copy())[:, :, 1:-1])
 
@@ -169,7 +169,9 @@ def reduced_and_full(folder: Path, image: Image.Image, size: int) -> tuple[Tenso
     """The picture of a JPEG, and of a lossless copy of the JPEG's full decode."""
     image.save(folder / "a.jpg", quality=90)
     Image.open(folder / "a.jpg").save(folder / "full.png")
-    return decode_image(Entry(str(folder / "a.jpg")), size, 3), decode_image(Entry(str(folder / "full.png")), size, 3)
+    return decode_image(FileRef(str(folder / "a.jpg")), size, 3), decode_image(
+        FileRef(str(folder / "full.png")), size, 3
+    )
 
 
 @pytest.mark.parametrize("width, height, size", [(375, 281, 128), (513, 400, 32)])
@@ -205,7 +207,7 @@ HOLDS_NOTHING = {
 def test_broken_content_is_a_value_error_of_one_line(is_accepted, content, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", is_accepted)
     (tmp_path / "a.jpg").write_bytes(content)
-    assert expected in one_line(decode_image, Entry(str(tmp_path / "a.jpg")), 16, 3)
+    assert expected in one_line(decode_image, FileRef(str(tmp_path / "a.jpg")), 16, 3)
 
 
 def several(kind: str, *sides: int) -> bytes:
@@ -225,7 +227,7 @@ def test_that_of_several_pictures_in_a_file_the_first_is_read_is_told(inside, tm
     for name, content in {**alone, **more}.items():
         path = tmp_path / "a"
         path.write_bytes(b"12" + content + b"3" if inside else content)
-        entry = Entry(str(path), 2, len(content)) if inside else Entry(str(path))
+        entry = FileRef(str(path), 2, len(content)) if inside else FileRef(str(path))
         with partly_read() as reasons:
             decode_image(entry, 16, 3)
         assert reasons == ["it holds several pictures, of which the first is read"] * (name in more), name
@@ -241,9 +243,9 @@ def test_an_image_that_is_cut_off_is_what_pillow_reads_of_it_where_that_is_accep
 
     whole = encoded(noise(0, 48, 48), kind)
     short = whole[: len(whole) * 3 // 5]
-    assert "truncated" in one_line(decode_image, Entry.in_memory(short, "a"), 48, 3), "nobody asked for it here"
+    assert "truncated" in one_line(decode_image, FileRef.in_memory(short, "a"), 48, 3), "nobody asked for it here"
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    found = decode_image(Entry.in_memory(short, "a"), 48, 3)
+    found = decode_image(FileRef.in_memory(short, "a"), 48, 3)
     assert torch.equal(found, as_pillow_reads_it(short))
     is_there = (found == as_pillow_reads_it(whole)).all(0)
     assert 0.2 < is_there.float().mean() < 0.7, "the rows that lie in front of the cut, wherever the format puts them"
@@ -271,7 +273,7 @@ def test_pictures_are_resized_without_averaging_as_in_taming(tmp_path, size, end
     width, height = (round(side * scale) for side in size)
     left, top = (width - 24) // 2, (height - 24) // 2
     expected = between_pixels(np.asarray(Image.open(path)), height, width)[top : top + 24, left : left + 24]
-    picture = decode_image(Entry(str(path)), 24, 3, resize="taming").permute(1, 2, 0).numpy()
+    picture = decode_image(FileRef(str(path)), 24, 3, resize="taming").permute(1, 2, 0).numpy()
     np.testing.assert_allclose(picture, expected, rtol=0, atol=0.5 + 1e-3)
 
 
@@ -286,11 +288,11 @@ def test_pictures_are_halved_and_then_resized_bicubically_as_in_adm(tmp_path, en
     """center_crop_arr of guided-diffusion, on a JPEG that is decoded whole."""
     path = tmp_path / f"a.{ending}"
     photo(136, 96).save(path)
-    picture = decode_image(Entry(str(path)), 24, 3, resize="adm").permute(1, 2, 0).numpy()
+    picture = decode_image(FileRef(str(path)), 24, 3, resize="adm").permute(1, 2, 0).numpy()
     expected = halved(halved(np.asarray(Image.open(path))))  # 34 x 24, which stay as they are
     np.testing.assert_allclose(picture, expected[:, 5:29], rtol=0, atol=2)  # each filter rounds, across and down
     photo(70, 47).save(path)
-    picture = decode_image(Entry(str(path)), 24, 3, resize="adm").permute(1, 2, 0).numpy()
+    picture = decode_image(FileRef(str(path)), 24, 3, resize="adm").permute(1, 2, 0).numpy()
     resized = Image.open(path).resize((36, 24), Image.Resampling.BICUBIC)  # 47 is less than twice 24
     assert np.array_equal(picture, np.asarray(resized.crop((6, 0, 30, 24))))
 
@@ -299,15 +301,15 @@ def test_pictures_are_halved_and_then_resized_bicubically_as_in_adm(tmp_path, en
 def test_colours_transparency_and_orientation_do_not_depend_on_how_pictures_are_resized(tmp_path, resize):
     for name, (image, (left, right), tolerance) in COLOUR_CASES.items():
         image.save(tmp_path / name, quality=95)
-        assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 3, resize=resize), left, right, tolerance)
+        assert_halves(decode_image(FileRef(str(tmp_path / name)), 32, 3, resize=resize), left, right, tolerance)
     for name, (image, left, options) in TRANSPARENT.items():
         image.save(tmp_path / name, **options)
-        assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 3, resize=resize), left, (255, 255, 255), 0)
-        assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 4, resize=resize)[3:], (255,), (0,), 0)
+        assert_halves(decode_image(FileRef(str(tmp_path / name)), 32, 3, resize=resize), left, (255, 255, 255), 0)
+        assert_halves(decode_image(FileRef(str(tmp_path / name)), 32, 4, resize=resize)[3:], (255,), (0,), 0)
     exif = Image.Exif()
     exif[0x0112] = 6
     halves(LEFT, RIGHT, "RGB").save(tmp_path / "turned.png", exif=exif)
-    turned = decode_image(Entry(str(tmp_path / "turned.png")), 32, 3, resize=resize)
+    turned = decode_image(FileRef(str(tmp_path / "turned.png")), 32, 3, resize=resize)
     assert_halves(turned.rot90(1, (1, 2)), LEFT, RIGHT, 0)
 
 
@@ -329,13 +331,13 @@ def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, mon
 
 def test_content_counts_and_not_the_name(tmp_path):
     with pytest.raises(FileNotFoundError):
-        decode_image(Entry(str(tmp_path / "a.jpg")), 16, 3)
+        decode_image(FileRef(str(tmp_path / "a.jpg")), 16, 3)
     (tmp_path / "a.jpg").write_bytes(encoded(halves(LEFT, RIGHT, "RGB"), "png"))
-    assert_halves(decode_image(Entry(str(tmp_path / "a.jpg")), 32, 3), LEFT, RIGHT, 0)
+    assert_halves(decode_image(FileRef(str(tmp_path / "a.jpg")), 32, 3), LEFT, RIGHT, 0)
 
 
 @pytest.mark.parametrize("ending", ["jpg", "png", "webp"])
 def test_broken_metadata_does_not_make_a_bad_picture(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     Image.new("RGB", (32, 32), LEFT).save(path, exif=b"Exif\0\0garbage", quality=95)
-    assert_halves(decode_image(Entry(str(path)), 16, 3), LEFT, LEFT, 6)
+    assert_halves(decode_image(FileRef(str(path)), 16, 3), LEFT, LEFT, 6)

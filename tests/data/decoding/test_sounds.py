@@ -15,7 +15,7 @@ import soxr
 import torch
 
 from tandem.data.decoding.sounds import ClipDecoder, clip_starts
-from tandem.data.sources.record import Entry
+from tandem.data.sources.record import FileRef
 from tests.data.helpers import one_line
 
 RATE = 16000
@@ -25,19 +25,19 @@ def sine(hertz: float, seconds: float, rate: int, amplitude: float = 0.5) -> np.
     return amplitude * np.sin(2 * math.pi * hertz * np.arange(round(seconds * rate)) / rate)
 
 
-def written(path: Path, samples: np.ndarray, rate: int = RATE, **options) -> Entry:
+def written(path: Path, samples: np.ndarray, rate: int = RATE, **options) -> FileRef:
     with soundfile.SoundFile(path, "w", rate, 1 if samples.ndim == 1 else samples.shape[1], **options) as file:
         for start in range(0, len(samples), rate):  # libsndfile crashes on long writes of Vorbis
             file.write(samples[start : start + rate])
-    return Entry(str(path))
+    return FileRef(str(path))
 
 
-def ramp(path: Path, seconds: float, rate: int = RATE) -> Entry:
+def ramp(path: Path, seconds: float, rate: int = RATE) -> FileRef:
     """Sample i is i / 2^20, which says where a clip was cut."""
     return written(path, np.arange(round(seconds * rate)) / 2**20, rate, subtype="FLOAT")
 
 
-def part(source: Entry, start_seconds: float, end_seconds: float = math.inf) -> Entry:
+def part(source: FileRef, start_seconds: float, end_seconds: float = math.inf) -> FileRef:
     return source._replace(start_seconds=start_seconds, end_seconds=end_seconds)
 
 
@@ -160,7 +160,7 @@ def test_samples_stay_within_one_those_of_a_resampled_square_wave_too(tmp_path):
     assert ClipDecoder(RATE, RATE).load(source, 0).abs().max() <= 1
 
 
-def reason(source: Entry) -> str:
+def reason(source: FileRef) -> str:
     return one_line(ClipDecoder(RATE, RATE).load, source, 0)
 
 
@@ -177,7 +177,7 @@ def test_file_that_is_no_sound_or_holds_none_is_bad(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     for content in (b"", b"no sound but words " * 100, bytes(5000)):
         path.write_bytes(content)
-        text = reason(Entry(str(path)))
+        text = reason(FileRef(str(path)))
         assert text == "the file is empty" if not content else text.startswith("libsndfile cannot read it: ")
     assert reason(written(path, np.zeros(0)))
 
@@ -211,7 +211,7 @@ def without_length(flac: bytes) -> bytes:
     return flac[:at] + bytes([flac[at] & 0xF0]) + bytes(4 + 16) + flac[at + 21 :]
 
 
-def clips_of(source: Entry) -> list[torch.Tensor]:
+def clips_of(source: FileRef) -> list[torch.Tensor]:
     decoder = ClipDecoder(RATE, RATE)
     drawn = [decoder.load(source, 0, epoch, augment=True) for epoch in range(20)]
     return [decoder.load(source, 0), *drawn, *decoder.spread(source, 9), decoder.load(part(source, 4.5), 0)]
@@ -225,8 +225,8 @@ def test_flac_that_was_written_into_a_pipe_sounds_as_one_that_states_its_length(
     expected = clips_of(source)
     (tmp_path / "b.flac").write_bytes(without_length(content))
     (tmp_path / "c.tar").write_bytes(b"x" * 700 + without_length(content) + b"y" * 700)
-    inside = Entry(str(tmp_path / "c.tar"), 700, len(content))
-    for other in (Entry(str(tmp_path / "b.flac")), inside, Entry.in_memory(without_length(content), "d")):
+    inside = FileRef(str(tmp_path / "c.tar"), 700, len(content))
+    for other in (FileRef(str(tmp_path / "b.flac")), inside, FileRef.in_memory(without_length(content), "d")):
         assert all(map(torch.equal, clips_of(other), expected))
 
 
@@ -239,20 +239,20 @@ def test_flac_without_length_in_front_of_a_tag_has_its_last_frame(tmp_path, tags
     )
     behind = {"id3v1": ID3V1, "apev2": apev2, "apev2 and id3v1": apev2 + ID3V1, "id3v2": ID3V2}[tags]
     (tmp_path / "b.flac").write_bytes(content + behind)
-    assert all(map(torch.equal, clips_of(Entry(str(tmp_path / "b.flac"))), clips_of(source)))
+    assert all(map(torch.equal, clips_of(FileRef(str(tmp_path / "b.flac"))), clips_of(source)))
     (tmp_path / "c.flac").write_bytes(content[:-30] + behind)
-    assert not torch.equal(clips_of(Entry(str(tmp_path / "c.flac")))[-1], clips_of(source)[-1])
+    assert not torch.equal(clips_of(FileRef(str(tmp_path / "c.flac")))[-1], clips_of(source)[-1])
 
 
 def test_flac_without_length_that_is_cut_off_ends_with_its_last_whole_frame(tmp_path):
     ramp_of_16_bits = np.arange(5 * RATE) % 30000 / 32768
     content = without_length(Path(written(tmp_path / "a.flac", ramp_of_16_bits).path).read_bytes())
     for size in (len(content) - 1, len(content) // 2):
-        clips = ClipDecoder(RATE, 4096).spread(Entry.in_memory(content[:size], "b"), 99)
+        clips = ClipDecoder(RATE, 4096).spread(FileRef.in_memory(content[:size], "b"), 99)
         assert torch.equal(clips.flatten(), torch.from_numpy(ramp_of_16_bits[: clips.numel()]).float())
         assert 0.4 * RATE * 5 < clips.numel() < 5 * RATE
     first = content.index(b"\xff\xf8")
-    assert "does not state its length" in reason(Entry.in_memory(content[: first + 50] + bytes(99_999), "b"))
+    assert "does not state its length" in reason(FileRef.in_memory(content[: first + 50] + bytes(99_999), "b"))
 
 
 def crc(content: bytes, bits: int, polynomial: int) -> bytes:
@@ -283,8 +283,8 @@ def test_flac_without_length_whose_frames_are_numbered_by_samples_is_read(tmp_pa
         frames.append(body + crc(body, 16, 0x8005))
     numbered = content[: begins[0]] + b"".join(frames)
     expected = clips_of(source)
-    assert all(map(torch.equal, clips_of(Entry.in_memory(numbered, "b")), expected)), "libFLAC reads it"
-    assert all(map(torch.equal, clips_of(Entry.in_memory(without_length(numbered), "b")), expected))
+    assert all(map(torch.equal, clips_of(FileRef.in_memory(numbered, "b")), expected)), "libFLAC reads it"
+    assert all(map(torch.equal, clips_of(FileRef.in_memory(without_length(numbered), "b")), expected))
 
 
 def test_mp3_without_a_header_of_its_length_is_read_to_its_end(tmp_path):
@@ -297,7 +297,7 @@ def test_mp3_without_a_header_of_its_length_is_read_to_its_end(tmp_path):
     path.write_bytes(content[second:])
     with soundfile.SoundFile(path) as file:
         assert len(file.read()) < file.frames
-    clip = ClipDecoder(44100, 4 * 44100).load(Entry(str(path)), 0)
+    clip = ClipDecoder(44100, 4 * 44100).load(FileRef(str(path)), 0)
     assert clip[10000:100000].std() > 0.2 and clip[-40000:].std() > 0.2
 
 
@@ -315,7 +315,7 @@ def test_clip_of_a_long_file_reads_little_more_than_the_clip(tmp_path, ending, i
     if inside:
         path = tmp_path / "b.tar"
         path.write_bytes(b"x" * 12345 + content + b"y" * 54321)
-        source = Entry(str(path), 12345, len(content))
+        source = FileRef(str(path), 12345, len(content))
     decoder = ClipDecoder(RATE, 10 * RATE)
     expected = decoder.load(source, 0)
     before = bytes_read()
@@ -345,13 +345,13 @@ def test_a_file_to_which_another_was_appended_is_refused_wherever_it_lies(tmp_pa
         for hertz in (300, 900)
     )
     decoder = ClipDecoder(RATE, RATE)
-    alone = decoder.load(Entry.in_memory(first, "a"), 0)
+    alone = decoder.load(FileRef.in_memory(first, "a"), 0)
     for behind in [tags + second for tags in before] + harmless:
         (tmp_path / "whole").write_bytes(first + behind)
         (tmp_path / "part").write_bytes(b"1234567" + first + behind + b"123")
         places = [
-            Entry(str(tmp_path / "whole")), Entry.in_memory(first + behind, "a"),
-            Entry(str(tmp_path / "part"), 7, len(first + behind)),
+            FileRef(str(tmp_path / "whole")), FileRef.in_memory(first + behind, "a"),
+            FileRef(str(tmp_path / "part"), 7, len(first + behind)),
         ]  # fmt: skip
         for entry in places:
             if behind in harmless:
@@ -366,7 +366,7 @@ def test_a_w64_that_states_no_size_is_heard(tmp_path):
     content = bytearray(Path(source.path).read_bytes())
     content[16:24] = bytes(8)  # as of a recording that was not closed
     decoder = ClipDecoder(RATE, RATE)
-    assert torch.equal(decoder.load(Entry.in_memory(bytes(content), "a"), 0), decoder.load(source, 0))
+    assert torch.equal(decoder.load(FileRef.in_memory(bytes(content), "a"), 0), decoder.load(source, 0))
 
 
 def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
@@ -375,7 +375,7 @@ def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
         content = Path(source.path).read_bytes()
         path = tmp_path / f"{ending}.tar"
         path.write_bytes(b"x" * 700 + content + b"y" * 700)
-        clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Entry(str(path), 700, len(content)))]
+        clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, FileRef(str(path), 700, len(content)))]
         assert torch.equal(*clips), ending
 
 

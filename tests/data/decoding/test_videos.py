@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tandem.data.bad_samples import Unsuitable
+from tandem.data.bad_samples import SampleSkipped
 from tandem.data.decoding.videos import ClipDecoder
 from tandem.data.sources.files import FileWindow
-from tandem.data.sources.record import Entry, open_entry
+from tandem.data.sources.record import FileRef, open_entry
 from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video, write_widths
 from tests.data.helpers import one_line
 from tests.data.sources import encoded
@@ -63,29 +63,29 @@ def test_a_clip_holds_exactly_the_frames_that_its_times_demand(name, speed, file
             demanded = expected(stamps, start, 5, **speed)
             # A part that has just room for one clip.
             end = stamps[demanded[-1]] + 1 if not speed.get("fps") else start + 4 * TICKS / speed["fps"] + 1
-            source = Entry(str(files[name]), start_seconds=start / TICKS, end_seconds=end / TICKS)
+            source = FileRef(str(files[name]), start_seconds=start / TICKS, end_seconds=end / TICKS)
             assert numbers(clips.load(source, 0)) == demanded, (start, first)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_frames_of_a_file_are_read_one_after_the_other(name, files):
     stamps = FILES[name].get("stamps", REGULAR)
-    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(Entry(str(files[name])))] == list(range(N))
-    slower = [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5, fps=7.0).frames(Entry(str(files[name])))]
+    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(FileRef(str(files[name])))] == list(range(N))
+    slower = [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5, fps=7.0).frames(FileRef(str(files[name])))]
     assert slower == expected([stamp - stamps[0] for stamp in stamps], 0, len(slower), 7.0)
     assert len(slower) == pytest.approx((stamps[-1] - stamps[0]) * 7 / TICKS, abs=2)
-    rates = [rate for _, rate in ClipDecoder(SIDE, 5).frames(Entry(str(files[name])))]
+    rates = [rate for _, rate in ClipDecoder(SIDE, 5).frames(FileRef(str(files[name])))]
     mean = (N - 1) * TICKS / (stamps[-1] - stamps[0])
     assert rates[-1] == pytest.approx(RATE if "stamps" not in FILES[name] else mean, rel=1e-3)
-    assert {rate for _, rate in ClipDecoder(SIDE, 5, fps=7.0).frames(Entry(str(files[name])))} == {7.0}
-    part = Entry(
+    assert {rate for _, rate in ClipDecoder(SIDE, 5, fps=7.0).frames(FileRef(str(files[name])))} == {7.0}
+    part = FileRef(
         str(files[name]), start_seconds=(stamps[7] - stamps[0]) / 1000, end_seconds=(stamps[11] - stamps[0]) / 1000
     )
     assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(part)] == [7, 8, 9, 10]
 
 
 def test_training_begins_anywhere_and_validation_in_the_middle(files):
-    clips, source = ClipDecoder(SIDE, 5), Entry(str(files["gop12.mp4"]))
+    clips, source = ClipDecoder(SIDE, 5), FileRef(str(files["gop12.mp4"]))
     assert numbers(clips.load(source, 0)) == [28, 29, 30, 31, 32] == numbers(clips.load(source, 9, 9))
     starts = [numbers(clips.load(source, index, epoch, True))[0] for index in range(20) for epoch in range(10)]
     assert min(starts) <= 2 and max(starts) >= N - 5 - 2 and max(starts) <= N - 5
@@ -99,11 +99,11 @@ def test_training_begins_anywhere_and_validation_in_the_middle(files):
 def test_clips_may_begin_at_key_frames_only(files):
     clips = ClipDecoder(SIDE, 5, clip_starts="keyframe")
     for name in ("gop12.mp4", "b_frames.mp4"):
-        found = [numbers(clips.load(Entry(str(files[name])), i, 0, True)) for i in range(40)]
+        found = [numbers(clips.load(FileRef(str(files[name])), i, 0, True)) for i in range(40)]
         assert all(clip == [*range(clip[0], clip[0] + 5)] for clip in found)
         assert {clip[0] for clip in found} == {0, 12, 24, 36, 48}
-        assert numbers(clips.load(Entry(str(files[name])), 0)) == [28, 29, 30, 31, 32]
-        part = Entry(str(files[name]), start_seconds=0.64, end_seconds=2)
+        assert numbers(clips.load(FileRef(str(files[name])), 0)) == [28, 29, 30, 31, 32]
+        part = FileRef(str(files[name]), start_seconds=0.64, end_seconds=2)
         assert {numbers(clips.load(part, i, 0, True))[0] for i in range(40)} == {16, 24, 36}
 
 
@@ -121,7 +121,7 @@ def test_a_file_without_a_length_is_measured(tmp_path):
     path.write_bytes(output.getvalue())
     with av.open(str(path)) as container:
         assert not container.duration and not container.streams.video[0].duration
-    assert numbers(ClipDecoder(SIDE, 5).load(Entry(str(path)), 0)) == [28, 29, 30, 31, 32]
+    assert numbers(ClipDecoder(SIDE, 5).load(FileRef(str(path)), 0)) == [28, 29, 30, 31, 32]
 
 
 def noise(n: int, side: int = SIDE):
@@ -135,12 +135,12 @@ def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, m
     read: list[int] = []
     readinto = FileWindow.readinto
     monkeypatch.setattr(FileWindow, "readinto", lambda self, buffer: read.append(readinto(self, buffer)) or read[-1])
-    with open_entry(Entry(str(path))) as file, av.open(file) as container:
+    with open_entry(FileRef(str(path))) as file, av.open(file) as container:
         n_opening = sum(read)  # FFmpeg reads some packets of every stream to know what it is
         sizes = [packet.size for packet in container.demux(video=0) if packet.size]
     for first in (0, 11, 12, 70):
         read.clear()
-        source = Entry(str(path), start_seconds=first / RATE, end_seconds=(first + 4) / RATE + 0.001)
+        source = FileRef(str(path), start_seconds=first / RATE, end_seconds=(first + 4) / RATE + 0.001)
         ClipDecoder(SIDE, 5).load(source, 0)
         keyframe, last = first // 12 * 12, first + 4 + 2 * (b_frames > 0) + b_frames  # in the order of the packets
         n_needed = sum(sizes[keyframe : last + 1])
@@ -170,7 +170,7 @@ def test_frames_are_turned_and_mirrored_as_their_matrix_says(a, b, c, d, shape, 
         expected[(b * x + d * y - (b + d < 0)) % height, (a * x + c * y - (a + c < 0)) % width] = level[y, x]
     expected = np.kron(expected, np.ones((32, 32), int))
     top, left = (side // 2 - 32 for side in expected.shape)
-    clip = ClipDecoder(64, 2).load(Entry.in_memory(with_matrix(content, a, b, c, d), "a.mp4"), 0)
+    clip = ClipDecoder(64, 2).load(FileRef.in_memory(with_matrix(content, a, b, c, d), "a.mp4"), 0)
     assert (clip[:, 0].int() - torch.from_numpy(expected[top : top + 64, left : left + 64])).abs().max() <= 2
 
 
@@ -183,11 +183,11 @@ def test_times_are_counted_from_where_the_file_begins_though_the_picture_begins_
     for start in (1.5, 2.0, 2.5):
         shown = expected(REGULAR, 1000 * start - late, 5, **speed)
         end = start + 4 * (speed.get("frame_stride", 1) / speed.get("fps", RATE)) + 0.001
-        assert numbers(clips.load(Entry(str(path), start_seconds=start, end_seconds=end), 0)) == shown
-    early = Entry(str(path), start_seconds=0.5, end_seconds=1.55)
+        assert numbers(clips.load(FileRef(str(path), start_seconds=start, end_seconds=end), 0)) == shown
+    early = FileRef(str(path), start_seconds=0.5, end_seconds=1.55)
     assert number_of(next(iter(clips.frames(early)))[0]) == 0 == numbers(clips.load(early, 0))[0]
-    assert len([*ClipDecoder(SIDE, 5).frames(Entry(str(path), end_seconds=2.5))]) == 25
-    none = Entry(str(path), start_seconds=0.2, end_seconds=1.4)
+    assert len([*ClipDecoder(SIDE, 5).frames(FileRef(str(path), end_seconds=2.5))]) == 25
+    none = FileRef(str(path), start_seconds=0.2, end_seconds=1.4)
     assert one_line(clips.load, none, 0) == "its picture begins at 1.5 s, and its clip ends at 1.4 s"
 
 
@@ -196,7 +196,7 @@ def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, s
     ramp = np.add.outer(np.linspace(0, 100, height), np.linspace(0, 100, width)).round().astype(np.uint8)
     write_video(tmp_path / "a.mkv", 2, codec="ffv1", pictures=[ramp] * 2)
     Image.fromarray(ramp).save(tmp_path / "a.png")
-    clip, image = (ClipDecoder(side, 2).load(Entry(str(tmp_path / name)), 0) for name in ("a.mkv", "a.png"))
+    clip, image = (ClipDecoder(side, 2).load(FileRef(str(tmp_path / name)), 0) for name in ("a.mkv", "a.png"))
     assert clip.shape == image.shape == (3, 2, side, side)
     # The ramp rises by at most 6 levels a pixel of the result; the two resize differently at the borders.
     assert (clip.int() - image.int()).abs().max() <= 7 and (clip.int() - image.int()).abs().float().mean() < 2
@@ -204,7 +204,7 @@ def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, s
 
 def test_pixels_that_are_not_square_are_stretched(tmp_path):
     path = write_video(tmp_path / "a.mp4", 2, pictures=[picture(999, 32, 64)] * 2, sample_aspect_ratio=2)
-    assert numbers(ClipDecoder(SIDE, 2).load(Entry(str(path)), 0)) == [999, 999]
+    assert numbers(ClipDecoder(SIDE, 2).load(FileRef(str(path)), 0)) == [999, 999]
 
 
 def test_a_film_keeps_the_shape_in_which_it_is_shown(tmp_path):
@@ -220,7 +220,7 @@ def test_a_film_keeps_the_shape_in_which_it_is_shown(tmp_path):
         "c.png": ((tmp_path / "c.png").read_bytes(), np.rot90(level, -1)),
     }  # fmt: skip
     for name, (content, shown) in expected.items():
-        for frame, _ in ClipDecoder(32, 2).frames(Entry.in_memory(content, name), 8):
+        for frame, _ in ClipDecoder(32, 2).frames(FileRef.in_memory(content, name), 8):
             assert frame.shape[1:] == shown.shape, name
             error = (frame.int() - torch.from_numpy(shown.astype(np.int32))).abs()
             assert error.float().mean() < 2 and error[:, 4:12, 4:12].max() <= 2, name  # stretched edges are soft
@@ -232,7 +232,7 @@ def test_both_sides_are_cut_to_multiples_in_the_middle(tmp_path):
     Image.fromarray(ramp).save(tmp_path / "a.png")
     for path in (tmp_path / "a.mkv", tmp_path / "a.png"):
         for side, multiple, width in ((24, 8, 32), (24, 12, 36), (40, 20, 40), (72, 1, 107)):
-            frame, _ = next(ClipDecoder(side, 2).frames(Entry(str(path)), multiple))
+            frame, _ = next(ClipDecoder(side, 2).frames(FileRef(str(path)), multiple))
             assert frame.shape == (3, side, width), (path.name, side)
             assert abs(frame.float().mean().item() - 125) < 2, (path.name, side)  # of the ramp and of its middle
 
@@ -247,7 +247,7 @@ def test_a_shape_that_is_too_long_or_changes_is_refused_in_one_line(tmp_path):
     write_widths(tmp_path / "d.avi", 32, 24)
 
     def all_of(name: str) -> list[object]:
-        return [*ClipDecoder(16, 2).frames(Entry(str(tmp_path / name)), 4)]
+        return [*ClipDecoder(16, 2).frames(FileRef(str(tmp_path / name)), 4)]
 
     assert len(all_of("c.mkv")) == 2
     for name, said in (("a.mkv", "66 x 16 pixels"), ("b.png", "16 x 66 pixels"), ("d.avi", "frame 1 would be 24 x 16")):
@@ -260,7 +260,7 @@ def test_gifs_are_videos_with_white_behind_them(tmp_path):
         frame.paste((200, 0, 0, 255), (4 * i, 16, 4 * i + 16, 48))
     for name, frames in (("a.gif", [Image.fromarray(picture(i)) for i in range(8)]), ("b.gif", clear)):
         frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], duration=100, disposal=2)
-    a, b = (Entry(str(tmp_path / name)) for name in ("a.gif", "b.gif"))
+    a, b = (FileRef(str(tmp_path / name)) for name in ("a.gif", "b.gif"))
     assert numbers(ClipDecoder(SIDE, 8).load(a, 0)) == [*range(8)]
     assert numbers(ClipDecoder(SIDE, 4, fps=5.0).load(a, 0)) == [1, 3, 5, 7]
     clip = ClipDecoder(SIDE, 8).load(b, 0)
@@ -278,7 +278,7 @@ def test_the_fourth_byte_of_uncompressed_avi_is_no_alpha(name, is_opaque, tmp_pa
     bitmap[..., :3] = 200, 60, 20
     path = write_video(tmp_path / name, 2, pictures=[bitmap] * 2, codec="rawvideo", pix_fmt="bgra")
     colour = torch.tensor([200, 60, 20] if is_opaque else [255] * 3).view(3, 1, 1, 1)
-    assert (ClipDecoder(SIDE, 2).load(Entry(str(path)), 0) == colour).all()
+    assert (ClipDecoder(SIDE, 2).load(FileRef(str(path)), 0) == colour).all()
 
 
 @pytest.mark.parametrize(
@@ -287,12 +287,12 @@ def test_the_fourth_byte_of_uncompressed_avi_is_no_alpha(name, is_opaque, tmp_pa
 def test_short_videos_and_images_are_repeated_held_or_left_out(short_clips, shown, tmp_path):
     clips = ClipDecoder(SIDE, 7, short_clips=short_clips)
     Image.fromarray(picture(5)).save(tmp_path / "b.png")
-    video, image = Entry(str(write_video(tmp_path / "a.mp4", 3))), Entry(str(tmp_path / "b.png"))
-    one = Entry(str(write_video(tmp_path / "c.mkv", 1)))
+    video, image = FileRef(str(write_video(tmp_path / "a.mp4", 3))), FileRef(str(tmp_path / "b.png"))
+    one = FileRef(str(write_video(tmp_path / "c.mkv", 1)))
     if shown is None:
         for source, said in ((video, "it has 3 frames for a clip of 7"), (image, "1 frame "), (one, "1 frame ")):
             assert said in one_line(clips.load, source, 0)
-            with pytest.raises(Unsuitable):
+            with pytest.raises(SampleSkipped):
                 clips.load(source, 0)
     else:
         assert numbers(clips.load(video, 0)) == numbers(clips.load(video, 3, 4, True)) == shown
@@ -308,10 +308,10 @@ def test_what_is_no_video_is_refused_in_one_line(tmp_path):
         b"ffconcat version 1.0\nfile whole.mp4\n", encoded(Image.new("RGB", (32, 32)), "jpg"),
     ):  # fmt: skip
         path.write_bytes(content)
-        text = one_line(ClipDecoder(SIDE, 5).load, Entry(str(path)), 0)
+        text = one_line(ClipDecoder(SIDE, 5).load, FileRef(str(path)), 0)
         assert text.startswith("FFmpeg cannot read it: ") if content else text == "the file is empty"
     with pytest.raises(FileNotFoundError):
-        ClipDecoder(SIDE, 5).load(Entry(str(tmp_path / "none.mp4")), 0)
+        ClipDecoder(SIDE, 5).load(FileRef(str(tmp_path / "none.mp4")), 0)
 
 
 def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
@@ -320,8 +320,8 @@ def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
     ).read_bytes()
     (tmp_path / "b.mp4").write_bytes(whole[: len(whole) // 2])
     clips = ClipDecoder(SIDE, 5)
-    assert clips.load(Entry(str(tmp_path / "b.mp4"), end_seconds=0.4), 0).shape == (3, 5, SIDE, SIDE)
-    behind = Entry(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3)
+    assert clips.load(FileRef(str(tmp_path / "b.mp4"), end_seconds=0.4), 0).shape == (3, 5, SIDE, SIDE)
+    behind = FileRef(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3)
     assert one_line(clips.load, behind, 0).startswith("it is cut off: its frames end after 1.")
 
 
@@ -329,7 +329,7 @@ def all_frames(content: bytes) -> tuple[list[torch.Tensor], str]:
     """The frames of a film, and the error behind them."""
     frames: list[torch.Tensor] = []
     try:
-        frames.extend(frame for frame, _ in ClipDecoder(SIDE, 5).frames(Entry.in_memory(content, "a.mp4")))
+        frames.extend(frame for frame, _ in ClipDecoder(SIDE, 5).frames(FileRef.in_memory(content, "a.mp4")))
     except ValueError as error:
         return frames, str(error)
     return frames, ""
@@ -348,7 +348,7 @@ def test_a_recording_that_was_not_closed_ends_with_its_last_whole_frame(options,
         places = [next(place for place, one in enumerate(whole) if torch.equal(one, frame)) for frame in frames]
         n_sure = len(places) - options.get("b_frames", 0)  # a frame may be there that was decoded before those missing
         assert places[:n_sure] == [*range(n_sure)] and sorted({*places}) == places
-        cut = Entry.in_memory(content[:size], "a.mp4")
+        cut = FileRef.in_memory(content[:size], "a.mp4")
         clips = [ClipDecoder(SIDE, 5).load(cut, index, augment=True) for index in range(20)]
         shown = [torch.stack(frames[first : first + 5], 1) for first in range(len(frames) - 4)]
         assert all(any(torch.equal(clip, each) for each in shown) for clip in clips)
@@ -390,9 +390,9 @@ def test_a_film_of_another_kind_that_is_cut_off_is_refused_where_its_file_says_t
 @pytest.mark.parametrize("speed", [{}, {"fps": 10.0}], ids=str)
 def test_a_part_that_ends_or_lies_behind_the_video_has_what_is_there(speed, files):
     clips = ClipDecoder(SIDE, 5, **speed)
-    unbounded, beyond = (Entry(str(files["gop12.mp4"]), end_seconds=end) for end in (math.inf, 1000.0))
+    unbounded, beyond = (FileRef(str(files["gop12.mp4"]), end_seconds=end) for end in (math.inf, 1000.0))
     for epoch in range(4):
         drawn = [clips.load(source, 0, epoch, augment=True) for source in (unbounded, beyond)]
         assert torch.equal(*drawn)
-    behind = Entry(str(files["gop12.mp4"]), start_seconds=500, end_seconds=510)
+    behind = FileRef(str(files["gop12.mp4"]), start_seconds=500, end_seconds=510)
     assert one_line(clips.load, behind, 0) == "it holds no frames"

@@ -16,13 +16,13 @@ import pytest
 from tandem.data.sources import folder as folders
 from tandem.data.sources import index
 from tandem.data.sources.folder import FolderSource
-from tandem.data.sources.index import Made, PackedStrings, Watched, kept
-from tandem.data.sources.record import Wanted
+from tandem.data.sources.index import Dependencies, IndexData, PackedStrings, cached_index
+from tandem.data.sources.record import FieldSpec
 from tests.data.helpers import one_line
 
-IMAGE = Wanted("image", "image", (".png", ".jpg", ".webp"))
-TEXTS = Wanted("texts", "caption", (".json", ".txt"), as_cells=True)
-EMBEDDING = Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"))
+IMAGE = FieldSpec("image", "image", (".png", ".jpg", ".webp"))
+TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), as_cells=True)
+EMBEDDING = FieldSpec("image_embed", "image embedding", (".img_emb.npy", ".npy"))
 # Also names whose order is another one with the slash than without, and some that other programs take for two.
 NAMES = ["a/1.png", "a/deep/er/2.png", "a-b/1.png", "a.png", "ab.png", "B.jpg", "new\nline.png", " .png", "ü/ß.webp"]
 NAMES += [os.fsdecode(b"not \xff utf-8.png"), os.fsdecode(b"\x80folder/1.png"), "z/0.png", "z/10.png", "z/9.png"]
@@ -31,7 +31,7 @@ NAMES += [os.fsdecode(b"not \xff utf-8.png"), os.fsdecode(b"\x80folder/1.png"), 
 @pytest.fixture(autouse=True)
 def keeps_short_lists(monkeypatch) -> None:
     """With a clock without ticks, and `settle` in its place; lists are merged from runs."""
-    monkeypatch.setattr(folders, "kept", lambda *arguments: kept(*arguments, fewest=1))
+    monkeypatch.setattr(folders, "cached_index", lambda *arguments: cached_index(*arguments, fewest=1))
     monkeypatch.setattr(folders, "_LONGEST_RUN", 3)
     monkeypatch.setattr(index, "_CLOCK_TICK_NS", 0)
 
@@ -53,7 +53,7 @@ def folder_of(path: Path, names: list[str] = NAMES) -> Path:
     return path
 
 
-def opened(folder: Path | str, *beside: Wanted) -> FolderSource:
+def opened(folder: Path | str, *beside: FieldSpec) -> FolderSource:
     return FolderSource(str(folder), (IMAGE, *beside), "demo:shapes")
 
 
@@ -247,11 +247,13 @@ def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_pa
         tar.addfile(tarfile.TarInfo("0.png"))
     calls: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folders, "kept", lambda *arguments: calls.append(arguments) or kept(*arguments, fewest=1))
+        patch.setattr(
+            folders, "cached_index", lambda *arguments: calls.append(arguments) or cached_index(*arguments, fewest=1)
+        )
         opened(folder, TEXTS)
     [(path, kind, make)] = calls
     next(tmp_path.glob(".set.*")).unlink()
-    true, watched = make(), Watched()
+    true, watched = make(), Dependencies()
     watched.add("", folder.stat())
     columns, facts = dict(true.columns), dict(true.facts)
     if "tar" in forged:
@@ -260,7 +262,7 @@ def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_pa
         "spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"skipped": "1"},
         "examples": {"examples": {"texts": [1]}},
     }.get(forged, {})  # fmt: skip
-    kept(path, kind, lambda: Made(columns, "", facts, watched), fewest=1)
+    cached_index(path, kind, lambda: IndexData(columns, "", facts, watched), fewest=1)
     assert "was damaged or replaced: delete it" in one_line(
         lambda: [opened(folder, TEXTS).record(0), opened(folder, TEXTS).examples("texts")]
     )

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tandem.data.sources import index
-from tandem.data.sources.index import Index, Made, PackedStrings, Watched, kept
+from tandem.data.sources.index import Dependencies, Index, IndexData, PackedStrings, cached_index
 from tests.data.helpers import in_processes, one_line
 from tests.training.disk import left_by_kills
 
@@ -36,17 +36,17 @@ def file(tmp_path) -> Path:
     return tmp_path / "set"
 
 
-def made(path: Path | str, rows: list[str] = ROWS) -> Made:
-    watched = Watched()
+def made(path: Path | str, rows: list[str] = ROWS) -> IndexData:
+    watched = Dependencies()
     watched.add("", os.stat(path))
     strings, squares = PackedStrings(), array("q", (place * place for place in range(len(rows))))
     for row in rows:
         strings.append(row)
-    return Made({"rows": strings, "squares": squares}, f"of {len(rows)}", {"more": "ü"}, watched)
+    return IndexData({"rows": strings, "squares": squares}, f"of {len(rows)}", {"more": "ü"}, watched)
 
 
-def opened(path: Path, make: Callable[[Path], Made] = made, **options: Any) -> Index:
-    return kept(str(path), "test", lambda: make(path), **{"fewest": 1, **options})
+def opened(path: Path, make: Callable[[Path], IndexData] = made, **options: Any) -> Index:
+    return cached_index(str(path), "test", lambda: make(path), **{"fewest": 1, **options})
 
 
 def again(path: Path, **options: Any) -> Index:
@@ -75,7 +75,7 @@ def test_an_index_is_made_once_and_read_again_also_after_pickling(file, monkeypa
             assert content(one) == expected and one.fingerprint == f"of {len(ROWS)}" and one.facts == {"more": "ü"}
     assert len(pickle.dumps(again(file))) < 1000, "where it is, not what is in it"
     [path] = in_files(file)
-    assert content(kept(str(file), "other kind", lambda: made(file, ["x"]))) == (["x"], [0])
+    assert content(cached_index(str(file), "other kind", lambda: made(file, ["x"]))) == (["x"], [0])
     assert in_files(file) == [path], "short ones are not kept"
     sent = pickle.dumps(again(file))
     file.write_text("other rows")
@@ -155,7 +155,7 @@ def test_it_is_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_in_m
     own_cache.write_text("no folder")
     assert content(opened(file))[0] == content(opened(file))[0] == ROWS
     own_cache.unlink()
-    assert content(kept("s3://bucket/set", "test", lambda: made(file), fewest=1))[0] == ROWS
+    assert content(cached_index("s3://bucket/set", "test", lambda: made(file), fewest=1))[0] == ROWS
     assert len(list((own_cache / "tandem/lists").iterdir())) == 1
 
 
@@ -169,7 +169,7 @@ def test_who_may_not_read_a_set_may_not_read_the_index_of_it(tmp_path):
 
 
 def test_of_several_processes_that_start_at_once_one_makes_it(file):
-    def make(path: Path) -> Made:
+    def make(path: Path) -> IndexData:
         with open(f"{path}.log", "a") as log:
             log.write("made\n")
         time.sleep(0.3)  # the others come meanwhile

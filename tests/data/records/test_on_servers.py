@@ -13,7 +13,7 @@ from PIL import Image
 
 from tandem.data.sources import remote
 from tandem.data.sources.opening import open_source
-from tandem.data.sources.record import Wanted
+from tandem.data.sources.record import FieldSpec
 from tests.data.helpers import assert_same, one_line
 from tests.data.sources import FILES, IMAGES, KINDS, N, passes
 from tests.fault_proxy import Proxy
@@ -146,7 +146,7 @@ def test_a_list_on_a_server_names_no_files_of_this_machine(tmp_path):
 
 
 def opened(path: str) -> Any:
-    return open_source(path, [Wanted("image", "image", (".png",), ("image",), feature="Image")], demo="demo:shapes")
+    return open_source(path, [FieldSpec("image", "image", (".png",), ("image",), feature="Image")], demo="demo:shapes")
 
 
 def test_a_damaged_arrow_file_on_a_server_is_refused_in_one_line(sets, tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.data.bad_samples import Raised
+from tandem.data.bad_samples import UserCodeError
 from tandem.data.sources.own import OwnData, OwnSource
 from tests.data.helpers import one_line
 from tests.data.sources import IMAGES, training
@@ -123,7 +123,7 @@ def test_what_cannot_be_found_or_made_is_one_line(name, code, said, named):
 
 def test_an_error_of_an_item_is_one_line_that_says_where_and_keeps_its_traceback(named):
     module = named(PICTURES)
-    with pytest.raises(Raised) as raised:
+    with pytest.raises(UserCodeError) as raised:
         opened(f"{module}:Pictures").record(4)
     error = pickle.loads(pickle.dumps(raised.value))  # as loader processes send it
     assert str(error) == f"KeyError: 'no number\\n4' ({module}.py, line 10)"

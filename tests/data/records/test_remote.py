@@ -28,7 +28,7 @@ from tandem.data.sources import remote
 from tandem.data.sources.cache import ShardCache
 from tandem.data.sources.files import is_address, shown
 from tandem.data.sources.opening import expanded, open_source
-from tandem.data.sources.record import Entry, Wanted, open_bytes, open_entry
+from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_entry
 from tandem.io.installed import how_to_install
 from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy
@@ -103,7 +103,7 @@ def gets(server: Server) -> int:
 @pytest.mark.parametrize("ahead", [0, 1 << 16])
 def test_any_range_is_what_it_is_on_disk(server, ahead):
     content, draw = (server.folder / "000.tar").read_bytes(), random.Random(1)
-    file = remote.RemoteBytes(f"{server.address}/000.tar", ahead)
+    file = remote.RemoteFile(f"{server.address}/000.tar", ahead)
     for size in (1, 500, 70_000, 1 << 20, 1 << 40):
         offset = draw.randrange(len(content))
         assert file.pread(size, offset) == content[offset : offset + size]
@@ -129,7 +129,7 @@ def test_long_reads_are_several_requests_and_one_of_them_may_fail(server, monkey
 
 def test_entries_are_read_by_few_requests(server):
     png, tar = (server.folder / name for name in ("a@b.png", "000.tar"))
-    whole, part = Entry(f"{server.address}/a@b.png"), Entry(f"{server.address}/000.tar", 1000, 50_000)
+    whole, part = FileRef(f"{server.address}/a@b.png"), FileRef(f"{server.address}/000.tar", 1000, 50_000)
     assert whole.read(1 << 30) == png.read_bytes() and part.read(1 << 30) == tar.read_bytes()[1000:51_000]
     with open_entry(whole) as file, Image.open(io.BufferedReader(file)) as image:
         assert image.tobytes() == Image.open(png).tobytes()
@@ -201,7 +201,7 @@ def test_no_message_holds_a_password_or_a_signature(server):
         assert "config.yaml" in failure(opened, address, kind=ValueError)
 
 
-IMAGE = Wanted("image", "image", (".png",), ("image",), feature="Image")
+IMAGE = FieldSpec("image", "image", (".png",), ("image",), feature="Image")
 
 
 def opened(path: str):
@@ -281,11 +281,11 @@ def test_schemes_may_be_written_in_capitals(server):
 def test_what_a_listing_says_of_files_is_not_asked_again(servers):
     addresses = remote.listed(f"{servers['s3'].address}/0*.tar")
     servers["s3"].proxy.requests.clear()
-    said = [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses]
+    said = [(remote.version(address), remote.RemoteFile(address).size) for address in addresses]
     assert not servers["s3"].proxy.requests and said[0][1] == 300_000
     remote._fetch_info.cache_clear()
     remote._make_filesystem.cache_clear()
-    assert [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses] == said
+    assert [(remote.version(address), remote.RemoteFile(address).size) for address in addresses] == said
     assert len(servers["s3"].proxy.requests) == len(said)
 
 
@@ -340,11 +340,11 @@ def test_loader_processes_that_are_forked_make_connections_of_their_own(server):
 
 def sample(server: Server, number: int) -> bool:
     """Whether a part of a shard is what it is on disk."""
-    entry = Entry(f"{server.address}/{number:03d}.tar", 1000, 500)
+    entry = FileRef(f"{server.address}/{number:03d}.tar", 1000, 500)
     return entry.read(1 << 20) == (server.folder / f"{number:03d}.tar").read_bytes()[1000:1500]
 
 
-def kept(cache: Path) -> int:
+def cached_index(cache: Path) -> int:
     """Bytes of the files in the cache, at a time at which none is made or deleted."""
     with open(cache / "lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -360,37 +360,37 @@ def test_shards_are_fetched_once_and_the_cache_stays_within_its_bound(server, tm
     for number in (0, 0, 1, 0, 1):
         assert sample(server, number)
     assert gets(server) == 2
-    assert sample(server, 2) and kept(tmp_path / "cache") <= 600_000, "0 was used before 1"
+    assert sample(server, 2) and cached_index(tmp_path / "cache") <= 600_000, "0 was used before 1"
     server.proxy.requests.clear()
     assert sample(server, 1) and sample(server, 2) and gets(server) == 0
     assert sample(server, 0) and gets(server) == 1
     for number in random.Random(0).choices(range(4), k=40):
-        assert sample(server, number) and kept(tmp_path / "cache") <= 600_000
+        assert sample(server, number) and cached_index(tmp_path / "cache") <= 600_000
 
 
 def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 1)
     with open_bytes(f"{server.address}/000.tar") as file:
         file.pread(512, 0)
-    assert kept(tmp_path / "cache") == 0
+    assert cached_index(tmp_path / "cache") == 0
     with remote.open_file(f"{server.address}/table.parquet", is_part=True) as table:
         assert pq.ParquetFile(table).read_row_group(3).num_rows == 1000
-    assert kept(tmp_path / "cache") == (server.folder / "table.parquet").stat().st_size
+    assert cached_index(tmp_path / "cache") == (server.folder / "table.parquet").stat().st_size
 
 
 def test_a_shard_that_is_deleted_while_it_is_read_can_be_read_to_its_end(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 0.0003)
     content = (server.folder / "000.tar").read_bytes()
-    with open_entry(Entry(f"{server.address}/000.tar", 0, 300_000)) as file:
+    with open_entry(FileRef(f"{server.address}/000.tar", 0, 300_000)) as file:
         assert file.read(1000) == content[:1000]
         assert sample(server, 1)
-        assert kept(tmp_path / "cache") == 200_000
+        assert cached_index(tmp_path / "cache") == 200_000
         assert file.read() == content[1000:]
 
 
 def test_a_shard_that_does_not_fit_is_read_by_ranges(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 0.0002)
-    assert sample(server, 0) and kept(tmp_path / "cache") == 0
+    assert sample(server, 0) and cached_index(tmp_path / "cache") == 0
     addresses = [f"{server.address}/{number:03d}.tar" for number in range(4)]
     text = one_line(remote.configure, str(tmp_path / "cache"), 0.0007, addresses, 3)
     assert "--cache_gb 0.0007" in text and "3 shards" in text and "0.00075 GB" in text
@@ -398,7 +398,7 @@ def test_a_shard_that_does_not_fit_is_read_by_ranges(server, tmp_path, no_cache)
 
 def test_shards_that_are_not_trained_on_are_read_by_ranges(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 1, [f"{server.address}/000.tar"])
-    assert sample(server, 0) and sample(server, 1) and kept(tmp_path / "cache") == 300_000
+    assert sample(server, 0) and sample(server, 1) and cached_index(tmp_path / "cache") == 300_000
 
 
 def test_a_cache_that_fails_is_gone_round(server, tmp_path, no_cache, monkeypatch):
@@ -407,7 +407,7 @@ def test_a_cache_that_fails_is_gone_round(server, tmp_path, no_cache, monkeypatc
 
     remote.configure(str(tmp_path / "cache"), 1)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert sample(server, 0) and kept(tmp_path / "cache") == 0
+    assert sample(server, 0) and cached_index(tmp_path / "cache") == 0
     (tmp_path / "cache/lock").unlink()
     (tmp_path / "cache/lock").mkdir()  # as if another user had made it
     assert sample(server, 0)
@@ -450,7 +450,7 @@ def test_a_fetch_that_fails_leaves_nothing(server, tmp_path, no_cache):
     server.proxy.always = 503
     with pytest.raises(OSError, match="503"):
         sample(server, 0)
-    assert kept(tmp_path / "cache") == 0
+    assert cached_index(tmp_path / "cache") == 0
     server.proxy.always = None
     assert sample(server, 0)
 
@@ -475,7 +475,7 @@ def test_what_a_killed_process_has_left_is_used_by_nobody_and_deleted_when_room_
         assert file.read() == b"b" * 60
     with cache.open("a", 30, lambda size, offset: b"a" * 30) as file:
         assert file.read() == b"a" * 30
-    assert kept(tmp_path) == 90
+    assert cached_index(tmp_path) == 90
 
 
 def test_a_shard_that_has_changed_at_the_server_is_fetched_again(tmp_path, no_cache):
@@ -485,14 +485,14 @@ def test_a_shard_that_has_changed_at_the_server_is_fetched_again(tmp_path, no_ca
         for content in (b"first", b"second"):
             (tmp_path / "files/a.tar").write_bytes(content)
             remote._fetch_info.cache_clear()  # a process asks once: this is another one
-            assert Entry(f"{address}/a.tar", 1, 4).read(100) == content[1:5]
+            assert FileRef(f"{address}/a.tar", 1, 4).read(100) == content[1:5]
 
 
 def test_several_processes_share_the_cache(server, tmp_path):
     def reads(seed: int) -> bool:
         remote.configure(str(tmp_path / "a"), 0.0006)
         order = random.Random(seed).choices(range(4), k=30)
-        return all(sample(server, number) and kept(tmp_path / "a") <= 600_000 for number in order)
+        return all(sample(server, number) and cached_index(tmp_path / "a") <= 600_000 for number in order)
 
     assert in_processes(4, lambda _: reads(7)) == in_processes(4, reads) == [True] * 4
 

@@ -21,18 +21,18 @@ from tandem.data.sources import table as tables
 from tandem.data.sources.files import shown
 from tandem.data.sources.manifest import ManifestSource
 from tandem.data.sources.opening import expanded
-from tandem.data.sources.record import Files, Wanted
+from tandem.data.sources.record import FieldSpec, Files
 from tandem.data.sources.rows import parts_of
 from tandem.data.sources.table import TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
 
 N = 14
-IMAGE = Wanted("image", "image", (".jpg", ".png"), ("image", "img", "jpg"), "Image")
-SOUND = Wanted("sound", "sound", (".wav",), ("audio", "sound", "wav"), "Audio")
-TEXTS = Wanted("texts", "caption", (".txt",), ("caption", "captions", "caption_1", "text", "label"), as_cells=True)
-EMBED = Wanted("image_embed", "image embedding", (".npy",))
-ENCODINGS = Wanted("text_encodings", "text encoding", (".text.npy",))
+IMAGE = FieldSpec("image", "image", (".jpg", ".png"), ("image", "img", "jpg"), "Image")
+SOUND = FieldSpec("sound", "sound", (".wav",), ("audio", "sound", "wav"), "Audio")
+TEXTS = FieldSpec("texts", "caption", (".txt",), ("caption", "captions", "caption_1", "text", "label"), as_cells=True)
+EMBED = FieldSpec("image_embed", "image embedding", (".npy",))
+ENCODINGS = FieldSpec("text_encodings", "text encoding", (".text.npy",))
 
 
 def content(number: int) -> bytes:
@@ -52,7 +52,7 @@ def write(request: pytest.FixtureRequest) -> Any:
     return save_to_disk if request.param == "arrow" else write_parquet
 
 
-def opened(path: Path, *wanted: Wanted) -> TableSource:
+def opened(path: Path, *wanted: FieldSpec) -> TableSource:
     files = Files([str(path)]) if path.is_file() else saved_files(str(path)) or tables_below(str(path))
     assert files is not None
     return TableSource(files, wanted or (IMAGE,))
@@ -258,7 +258,7 @@ def test_files_with_other_columns_are_refused(tmp_path):
 # Manifests.
 
 
-def manifest(path: Path, content: str, *wanted: Wanted) -> ManifestSource:
+def manifest(path: Path, content: str, *wanted: FieldSpec) -> ManifestSource:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content, encoding="utf-8")
     return ManifestSource(str(path), wanted or (SOUND, TEXTS))
@@ -456,10 +456,12 @@ def test_the_rows_of_a_long_manifest_are_kept_and_read_again_if_it_changes(tmp_p
     monkeypatch.setattr(index, "_CLOCK_TICK_NS", 0)  # of a manifest that has changed just now no rows are kept
     rows = [json.dumps({"path": f"{i}.wav", "caption": str(i)}) for i in range(12_000)]
     first = manifest(tmp_path / "set.jsonl", "\n".join(rows))
-    (kept,) = tmp_path.glob(".set.jsonl.*")
+    (cached_index,) = tmp_path.glob(".set.jsonl.*")
     again = ManifestSource(str(tmp_path / "set.jsonl"), (SOUND, TEXTS))
     assert again.record(11_999) == first.record(11_999) and again.fingerprint == first.fingerprint
-    kept.write_bytes(kept.read_bytes().replace(b'{"path": "0.wav", "caption": "0"}', b"[" + b" " * 31 + b"]"))
+    cached_index.write_bytes(
+        cached_index.read_bytes().replace(b'{"path": "0.wav", "caption": "0"}', b"[" + b" " * 31 + b"]")
+    )
     forged = ManifestSource(str(tmp_path / "set.jsonl"), (SOUND, TEXTS))
     assert forged.name(1) == "1.wav" and "was damaged or replaced: delete it" in one_line(forged.record, 0)
     changed = manifest(tmp_path / "set.jsonl", "\n".join(reversed(rows)))

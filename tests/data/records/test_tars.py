@@ -20,13 +20,13 @@ import webdataset
 
 from tandem.data.sources import tar as tars
 from tandem.data.sources.opening import open_source
-from tandem.data.sources.record import Wanted
+from tandem.data.sources.record import FieldSpec
 from tandem.data.sources.tar import TarSource, members
 from tests.data.helpers import one_line, write_tar
 
-IMAGE = Wanted("image", "image", (".png", ".jpg"))
-TEXTS = Wanted("texts", "caption", (".json", ".txt"), as_cells=True)
-EMBEDDING = Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"))
+IMAGE = FieldSpec("image", "image", (".png", ".jpg"))
+TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), as_cells=True)
+EMBEDDING = FieldSpec("image_embed", "image embedding", (".img_emb.npy", ".npy"))
 WANTED = (IMAGE, TEXTS, EMBEDDING)
 
 
@@ -59,7 +59,7 @@ def expected(*numbers: int) -> list[dict[str, tuple[str, bytes]]]:
     ]  # fmt: skip
 
 
-def kept(path: Path) -> list[Path]:
+def cached_index(path: Path) -> list[Path]:
     return sorted(path.glob(".*.index"))
 
 
@@ -77,7 +77,7 @@ def test_one_index_of_all_tars_is_kept_and_the_tars_are_not_scanned_again(tmp_pa
     paths = [shard(tmp_path / "set" / f"{number}.tar", 5, 5 * number) for number in range(3)]
     first = opened(*paths)
     assert content(first) == expected(*range(15))
-    assert len(kept(tmp_path)) == 1 and not kept(tmp_path / "set")
+    assert len(cached_index(tmp_path)) == 1 and not cached_index(tmp_path / "set")
     monkeypatch.setattr(tars, "members", lambda *given: pytest.fail("scanned a second time"))
     monkeypatch.chdir(tmp_path)
     for again in (
@@ -95,7 +95,7 @@ def test_one_index_of_all_tars_is_kept_and_the_tars_are_not_scanned_again(tmp_pa
 
 def test_the_index_of_another_tar_of_that_name_is_not_used(tmp_path):
     path = shard(tmp_path / "a.tar", 5)
-    assert content(opened(path)) == expected(*range(5)) and kept(tmp_path)
+    assert content(opened(path)) == expected(*range(5)) and cached_index(tmp_path)
     shard(path, 3, first=20)
     assert content(opened(path)) == expected(20, 21, 22)
     # Of the same size, but written later.
@@ -120,7 +120,7 @@ def test_a_sample_has_the_members_of_its_name_up_to_the_first_dot(tmp_path):
         {"image": "c.mask.jpg", "texts": "c.tags.txt"},
     ]
     assert [opened(path).name(number) for number in range(4)] == ["b.jpg", "d/a.PNG", "a.png", "c.mask.jpg"]
-    masked = TarSource([str(path)], [IMAGE, Wanted("mask", "mask", (".mask.png", ".mask.jpg"))])
+    masked = TarSource([str(path)], [IMAGE, FieldSpec("mask", "mask", (".mask.png", ".mask.jpg"))])
     assert [len(masked.record(number)) for number in range(len(masked))] == [1, 2, 1], "a mask is no image"
 
 
@@ -183,7 +183,7 @@ def test_an_index_that_lies_about_places_leads_to_no_byte_outside(tmp_path):
     """What it says of the beginnings of tars is checked at the start, and the rest where it is used."""
     path = shard(tmp_path / "a.tar", 5)
     opened(path)
-    [index] = kept(tmp_path)
+    [index] = cached_index(tmp_path)
     whole = index.read_bytes()
     place = opened(path).record(3)["image"].offset
     at = whole.index(np.int64(place).tobytes())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.distributed import UserMistake
-from tandem.distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
+from tandem.distributed.backends.deepspeed.config import check_for_parts, merge, one_line_refusals, read_config, resolve
 from tandem.distributed.base import Options
 from tandem.distributed.batch import BatchPlan
 from tests.data.helpers import one_line
@@ -340,8 +340,11 @@ def test_batch_parts_excludes_what_computes_differently_from_other_backends_and_
 def test_what_deepspeed_refuses_in_a_json_is_one_line_and_without_one_an_error_of_ours() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    with pytest.raises(UserMistake, match=r"--deepspeed_config ds\.json: stagee: ") as raised, refusals("ds.json"):
+    with (
+        pytest.raises(UserMistake, match=r"--deepspeed_config ds\.json: stagee: ") as raised,
+        one_line_refusals("ds.json"),
+    ):
         DeepSpeedZeroConfig(stagee=1)
     assert "\n" not in str(raised.value)
-    with pytest.raises(AssertionError, match="Foo"), refusals(None):
+    with pytest.raises(AssertionError, match="Foo"), one_line_refusals(None):
         raise AssertionError("Foo is not an optimizer")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.distributed.engines import parts as parts_module
-from tandem.distributed.engines.parts import GradientParts
+from tandem.distributed.engines.parts import OrderedSum
 from tests.processes import Process, on_processes, python
 
 
@@ -54,7 +54,7 @@ def test_parts_are_added_in_one_order_on_any_number_of_ranks(
 
     def work(process: Process) -> list[Tensor]:
         model, results = Weights(), []
-        parts = GradientParts(list(model.parameters()), process.comm, here)
+        parts = OrderedSum(list(model.parameters()), process.comm, here)
         for _ in range(2):  # a second update must not see anything of the first
             for call in range(n_calls):
                 for index in range(here):

@@ -288,7 +288,7 @@ def test_a_frozen_model_passes_gradients_on_and_keeps_none(make: Make) -> None:
         raise ZeroDivisionError
     assert x.grad is not None and bool(x.grad.any()) and frozen() == ["linear.bias"]
     assert engine.step().grad_norm.item() == 0.0 and bits(weights(model)) == before
-    with engine.gathered() as full:  # every process has the model whole
+    with engine.full_weights() as full:  # every process has the model whole
         assert full is model
     engine_loop(engine, range(1))
 

@@ -18,8 +18,8 @@ from tandem.models.diffusion.losses import (
     OBJECTIVES,
     check_combination,
     loss_weights,
+    predict_x_start,
     target_of,
-    x_start_of,
 )
 from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, no_draw, normal, prediction_of
@@ -145,7 +145,7 @@ def test_the_target_means_the_clean_picture_at_every_level(objective: str, zero:
     target = target_of(objective, x0, noise, alpha, sigma)
     # The levels of most noise divide by alpha = 0.006, those of least by sigma = 0.001: rounding grows that much.
     close = {"rtol": 0, "atol": 1e-12}
-    torch.testing.assert_close(x_start_of(objective, target, x, alpha, sigma), x0, **close)
+    torch.testing.assert_close(predict_x_start(objective, target, x, alpha, sigma), x0, **close)
 
 
 @pytest.mark.parametrize(("name", "zero"), itertools.product(SCHEDULES, (False, True)))

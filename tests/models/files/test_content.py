@@ -23,7 +23,7 @@ from tandem.config.models.decoder import DecoderConfig
 from tandem.io.published import read_state_dict
 from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
 from tandem.weights.formats.detection import FORMATS, format_of
-from tandem.weights.load import load
+from tandem.weights.load import load_model
 from tests.models.helpers import MUSICLM, VAE, assert_same_bits, one_line_of
 from tests.models.reference.autoencoders import state_of, written
 
@@ -62,15 +62,15 @@ VARIANTS: dict[str, Any] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_weights_are_read_however_a_trainer_has_kept_them(variant: str, tmp_path: Path) -> None:
     torch.save(VARIANTS[variant], tmp_path / "last.ckpt")
-    assert_same_bits(load(tmp_path / "last.ckpt"), load(written("ldm", tmp_path)))
+    assert_same_bits(load_model(tmp_path / "last.ckpt"), load_model(written("ldm", tmp_path)))
 
 
 def test_a_file_is_read_by_what_it_holds_whatever_its_name_ends_with(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "safetensors.ckpt")
     torch.save({"state_dict": STATE}, tmp_path / "pickle.safetensors")
-    plain = load(written("ldm", tmp_path))
+    plain = load_model(written("ldm", tmp_path))
     for name in ("safetensors.ckpt", "pickle.safetensors"):
-        assert_same_bits(load(tmp_path / name), plain)
+        assert_same_bits(load_model(tmp_path / name), plain)
 
 
 MUSE = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "centred": False}
@@ -81,7 +81,8 @@ UNET: dict[str, Any] = {
     "learned_variance": [0], "condition_on": ("image",), "image_embed_dim": 5, "image_embed_scale": 1.0,
 }  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = {
-    "dalle": lambda: DiscreteVAE.made(VAE), "muse": lambda: VQGAN.made(MUSE), "musiclm": lambda: MuLaN.made(MUSICLM),
+    "dalle": lambda: DiscreteVAE.from_dict(VAE), "muse": lambda: VQGAN.from_dict(MUSE),
+    "musiclm": lambda: MuLaN.from_dict(MUSICLM),
     "dalle2": lambda: Decoder(DecoderConfig(**UNET)),
 }  # fmt: skip
 FIRST_NAMES = {"dalle": "weights", "dalle2": "model"}  # where the weights stand in a file
@@ -98,7 +99,7 @@ def test_prefixes_are_taken_off_in_the_files_of_every_package(name: str, tmp_pat
     key = "model" if name == "llamagen" else FIRST_NAMES.get(name)
     torch.save({**content, key: prefixed("module.", content[key])} if key else prefixed("module.", content), wrapped)
     assert format_of(wrapped) is FORMATS[name]
-    assert_same_bits(load(wrapped), load(path))
+    assert_same_bits(load_model(wrapped), load_model(path))
 
 
 def test_what_a_published_network_is_read_from_may_have_a_prefix_too(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_what_is_no_file_of_weights_is_named_with_what_to_do(kind: str, ending: 
     path = tmp_path / f"vae.{ending}"
     write, words = NO_WEIGHTS[kind]
     write(path)
-    said = one_line_of(load, path)
+    said = one_line_of(load_model, path)
     assert all(word in said for word in words), said
     if kind not in ("Gumbel", "other names"):
         assert all(word in one_line_of(read_state_dict, path) for word in words)
@@ -171,22 +172,22 @@ FOLDERS = {
 @pytest.mark.parametrize("file", FOLDERS)
 def test_a_folder_of_another_tool_is_named_with_what_to_do(file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(b"x")
-    assert FOLDERS[file] in one_line_of(load, tmp_path)
+    assert FOLDERS[file] in one_line_of(load_model, tmp_path)
 
 
 def test_a_pointer_in_a_model_folder_and_a_folder_of_transformers_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    DiscreteVAE.made(VAE).save_pretrained(tmp_path / "model")
+    DiscreteVAE.from_dict(VAE).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(LFS)
-    assert "Git LFS" in one_line_of(load, tmp_path / "model")
+    assert "Git LFS" in one_line_of(load_model, tmp_path / "model")
     with pytest.raises(SystemExit):
         convert.main(["inspect", str(tmp_path / "model")])
     assert "Git LFS" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
-    assert "one of transformers, ['BertModel']" in one_line_of(load, tmp_path)
+    assert "one of transformers, ['BertModel']" in one_line_of(load_model, tmp_path)
 
 
 def test_the_file_of_a_model_folder_leads_to_the_folder(tmp_path: Path) -> None:
-    DiscreteVAE.made(VAE).save_pretrained(tmp_path / "model")
-    assert f"give {tmp_path / 'model'}" in one_line_of(load, tmp_path / "model" / "model.safetensors")
+    DiscreteVAE.from_dict(VAE).save_pretrained(tmp_path / "model")
+    assert f"give {tmp_path / 'model'}" in one_line_of(load_model, tmp_path / "model" / "model.safetensors")

@@ -46,7 +46,7 @@ def little_memory() -> Iterator[None]:
 
 
 def weights_of(**overrides: Any) -> dict[str, Tensor]:
-    return dict(DiscreteVAE.made({**VAE, **overrides}).state_dict())
+    return dict(DiscreteVAE.from_dict({**VAE, **overrides}).state_dict())
 
 
 def cast(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ PT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 def folder(path: Path, config: Any = None, **changes: Any) -> None:
     """A model folder whose config says something else."""
-    DiscreteVAE.made(VAE).save_pretrained(path)
+    DiscreteVAE.from_dict(VAE).save_pretrained(path)
     if changes:
         config = {**json.loads((path / "config.json").read_text()), **changes}
     if config is not None:
@@ -335,7 +335,7 @@ def test_init_from_refuses_it_with_exit_code_2(
 @pytest.mark.parametrize("by_another_hand", [False, True])
 def test_what_is_harmless_in_a_public_file_is_read(tmp_path: Path, by_another_hand: bool) -> None:
     """A state_dict as it is, saved from a GPU, with hparams and entries that are none of ours."""
-    model = DiscreteVAE.made(VAE)
+    model = DiscreteVAE.from_dict(VAE)
     state: Any = model.state_dict(keep_vars=True)
     torch.save({"hparams": {**HPARAMS, "lr": 1e-3}, "weights": state, "epoch": 3, "names": ["a"]}, tmp_path / "vae.pt")
     assert type(state).__name__ == "OrderedDict" and isinstance(state["codebook.weight"], torch.nn.Parameter)
@@ -354,13 +354,15 @@ def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "model" / "2.safetensors").rename(tmp_path / "model" / "two")
     os.symlink("two", tmp_path / "model" / "2.safetensors")
     torch.manual_seed(3)
-    DiscreteVAE.made(VAE)  # the draws for the folder itself
+    DiscreteVAE.from_dict(VAE)  # the draws for the folder itself
     expected = weights_of()
     assert_same_bits(DiscreteVAE.from_pretrained(tmp_path / "model"), expected)
 
 
 def test_a_long_clip_or_a_large_codebook_is_no_absurd_number(tmp_path: Path) -> None:
     """5 million entries, because the file holds 5 million; an image size, which is no weight's dimension."""
-    model = DiscreteVAE.made({**VAE, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20})
+    model = DiscreteVAE.from_dict(
+        {**VAE, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20}
+    )
     model.save_pretrained(tmp_path)
     assert DiscreteVAE.from_pretrained(tmp_path).config == model.config

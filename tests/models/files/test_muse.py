@@ -66,7 +66,7 @@ def test_without_its_discriminator_a_model_is_loaded_without_one(public: Path, t
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert_same_bits(back, without(STATE, "discr."))
     assert load_public_discriminator(tmp_path / "back.pt") is None
-    other = Discriminator.made({"dim": 32, "layers": 2})
+    other = Discriminator.from_dict({"dim": 32, "layers": 2})
     said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt", other)
     assert "32" in said and "16" in said
     assert load_public_discriminator(tmp_path / "back.pt") is None
@@ -116,7 +116,7 @@ def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp
 def test_a_model_that_the_public_package_has_not_is_refused(
     sizes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
-    assert complaint in refused(save_public_vqgan, VQGAN.made({**SMALL, **sizes}), tmp_path / "vae.pt")
+    assert complaint in refused(save_public_vqgan, VQGAN.from_dict({**SMALL, **sizes}), tmp_path / "vae.pt")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,7 +31,7 @@ def loaded(case: str, folder: Path) -> MuLaN:
     torch.save(state_of(case), folder / "mulan.pt")
     read, audio = load_public_mulan(folder / "mulan.pt"), musiclm.CASES[case].audio
     said = {"n_fft": "spec_n_fft", "hop_length": "spec_hop_length"}
-    model = MuLaN.made({**read.config, **{ours: audio[name] for ours, name in said.items() if name in audio}})
+    model = MuLaN.from_dict({**read.config, **{ours: audio[name] for ours, name in said.items() if name in audio}})
     model.load_state_dict(read.state_dict())
     return model.eval()
 

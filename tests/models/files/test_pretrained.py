@@ -14,7 +14,7 @@ from tests.models.reference import tokenizers
 
 
 def small_vae(**overrides: Any) -> DiscreteVAE:
-    return DiscreteVAE.made({**VAE, **overrides})
+    return DiscreteVAE.from_dict({**VAE, **overrides})
 
 
 def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.config.models.autoencoders import VQGANConfig
-from tandem.launch import describe
+from tandem.launch import describe_model
 from tandem.models import VQGAN
 from tandem.weights.formats.detection import FORMATS, format_of
 from tandem.weights.formats.diffusers import DIFFUSERS, diffusers_folder
 from tandem.weights.formats.taming import LLAMAGEN, OF_TAMING, public_name
-from tandem.weights.load import find, load
+from tandem.weights.load import load_model, resolve
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images
 from tests.models.reference.autoencoders import CASES, WEIGHTS, images, state_of, stored, stored_output, written
 
@@ -39,7 +39,7 @@ def test_public_weights_give_the_public_codes_latents_and_images(case: str, tmp_
     """Of the packages themselves, whose outputs are stored."""
     path = written(case, tmp_path)
     assert format_of(path) is FORMATS[FORMAT_OF[case]]
-    model = load(path)
+    model = load_model(path)
     assert not model.training
     assert model.config.items() >= {"body": "taming", **CASES[case].ours}.items()
     encoded, expected = model.encode(images(case)), stored_output(case, "reconstruction") / 2 + 0.5
@@ -57,7 +57,7 @@ def test_what_is_written_has_every_public_name_and_bit(case: str, tmp_path: Path
     """But for LlamaGen's entries, which it scales to length 1 whenever it uses them, and ours are; and IBQ's weights as
     trained, which are the average, that stands beside them."""
     public, out = FORMATS[FORMAT_OF[case]], tmp_path / "back"
-    public.save(load(written(case, tmp_path)), out)
+    public.save(load_model(written(case, tmp_path)), out)
     is_folder = public is FORMATS["diffusers"]
     content = load_file(out / WEIGHTS) if is_folder else torch.load(out, weights_only=True)
     back = content if is_folder else content["model" if case == "llamagen" else "state_dict"]
@@ -79,7 +79,7 @@ def test_what_is_written_has_every_public_name_and_bit(case: str, tmp_path: Path
 
 @pytest.mark.parametrize("case", ["sd", "sd3", "vq"])
 def test_the_configuration_that_is_written_says_what_the_public_one_says(case: str, tmp_path: Path) -> None:
-    said = FORMATS["diffusers"].save(load(written(case, tmp_path)), tmp_path / "back")
+    said = FORMATS["diffusers"].save(load_model(written(case, tmp_path)), tmp_path / "back")
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     config = stored(case, "config")
     assert said == f"load it by {config['_class_name']}.from_pretrained"
@@ -103,7 +103,7 @@ def test_what_a_configuration_says_for_users_of_the_weights_comes_back_and_means
     ):
         config = {name: value for name, value in stored(case, "config").items() if name not in SAID_TO_USERS}
         (folder / "config.json").write_text(json.dumps({**config, **said}))
-        model = load(folder)
+        model = load_model(folder)
         assert (model.image_size, model.config["force_upcast"]) == expected
         public.save(model, tmp_path / "back")
         back = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -120,7 +120,7 @@ SAID_TO_USERS = ("sample_size", "force_upcast")
 ])  # fmt: skip
 def test_weights_in_several_files_are_those_that_the_index_names(weights: str, index: str, tmp_path: Path) -> None:
     folder, state, write = written("sd", tmp_path), state_of("sd"), torch.save if ".bin" in weights else save_file
-    whole = load(folder)
+    whole = load_model(folder)
     (folder / WEIGHTS).unlink()
     names, weight_map = sorted(state), {}
     for number, part in enumerate((names[:7], names[7:90], names[90:])):
@@ -128,12 +128,12 @@ def test_weights_in_several_files_are_those_that_the_index_names(weights: str, i
         write({name: state[name] for name in part}, folder / file)
         weight_map |= dict.fromkeys(part, file)
     (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    assert find(folder) == ("file", folder)
-    assert_same_bits(load(folder), whole)
+    assert resolve(folder) == ("file", folder)
+    assert_same_bits(load_model(folder), whole)
     (folder / file).unlink()
-    assert file in one_line_of(load, folder)
+    assert file in one_line_of(load_model, folder)
     (folder / index).write_text(json.dumps({"weight_map": {"a": "../" + file}}))
-    assert "no file in the folder" in one_line_of(load, folder)
+    assert "no file in the folder" in one_line_of(load_model, folder)
 
 
 def test_entries_of_llamagen_that_nothing_has_scaled_are_read_as_they_are(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_entries_of_llamagen_that_nothing_has_scaled_are_read_as_they_are(tmp_pa
     entries = state["quantize.embedding.weight"]
     entries = torch.where(torch.arange(len(entries))[:, None] % 2 == 0, 3 * entries, entries / 1000)
     torch.save({"model": {**state, "quantize.embedding.weight": entries}}, path)
-    model, public = load(path), FORMATS["llamagen"]
+    model, public = load_model(path), FORMATS["llamagen"]
     assert not model.config["vq_cosine"] and torch.equal(model.quantizer.codebook, entries)
     with torch.no_grad():
         of_places = model.encoder(2 * images("llamagen") - 1).movedim(1, -1).flatten(0, -2)
@@ -151,13 +151,13 @@ def test_entries_of_llamagen_that_nothing_has_scaled_are_read_as_they_are(tmp_pa
     assert "codebook_l2_norm False" in said
     assert torch.equal(torch.load(tmp_path / "back.pt")["model"]["quantize.embedding.weight"], entries)
     for file, value in ((path, False), (written("llamagen", tmp_path), True)):
-        assert f"codebook_l2_norm {value}" in describe(file)["assumed"]
-    assert "assumed" not in describe(written("sd", tmp_path))
+        assert f"codebook_l2_norm {value}" in describe_model(file)["assumed"]
+    assert "assumed" not in describe_model(written("sd", tmp_path))
 
 
 @pytest.mark.parametrize("quantizer, is_said", [("kl", True), ("vq", False)])
 def test_a_scale_that_nobody_knows_is_said_to_be_assumed(quantizer: str, is_said: bool, tmp_path: Path) -> None:
-    model = VQGAN.made({**SMALL, "quantizer": quantizer})
+    model = VQGAN.from_dict({**SMALL, "quantizer": quantizer})
     assert ("unknown" in str(FORMATS["diffusers"].save(model, tmp_path / "unknown"))) == is_said
 
 
@@ -177,14 +177,14 @@ def test_the_first_stage_of_a_whole_latent_diffusion_is_taken_from_both_kinds_of
     torch.save({"state_dict": whole, "global_step": 7, "epoch": 1}, tmp_path / "sd.ckpt")
     save_file(whole, tmp_path / "sd.safetensors")
     save_file(state, tmp_path / "ae.safetensors")
-    plain = load(written("ldm", tmp_path))
+    plain = load_model(written("ldm", tmp_path))
     for name, scale in (("sd.ckpt", 0.25), ("sd.safetensors", 0.25), ("ae.safetensors", None)):
-        model = load(tmp_path / name)
+        model = load_model(tmp_path / name)
         assert_same_bits(model, plain)
         assert model.config == {**plain.config, "scaling_factor": scale}
     whole["scale_factor"] = torch.tensor(math.nan)
     save_file(whole, tmp_path / "nan.safetensors")
-    assert "scaling_factor nan" in one_line_of(load, tmp_path / "nan.safetensors")
+    assert "scaling_factor nan" in one_line_of(load_model, tmp_path / "nan.safetensors")
 
 
 class ModelCheckpoint:
@@ -214,34 +214,34 @@ def test_the_checkpoints_of_the_public_trainers_are_read_too(tmp_path: Path, mon
     torch.save({**training, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "0000007.pt")
     for name in ("pytorch_lightning", "pytorch_lightning.callbacks", module.__name__):
         monkeypatch.delitem(sys.modules, name)
-    assert_same_bits(load(tmp_path / "last.ckpt"), load(written("taming", tmp_path)))
-    plain = load(written("llamagen", tmp_path))
+    assert_same_bits(load_model(tmp_path / "last.ckpt"), load_model(written("taming", tmp_path)))
+    plain = load_model(written("llamagen", tmp_path))
     for which in ("best", "ema"):
-        assert_same_bits(load(tmp_path / "0000007.pt", which), plain)
-    bias = load(tmp_path / "0000007.pt", "online").state_dict()["encoder.conv_in.bias"]
+        assert_same_bits(load_model(tmp_path / "0000007.pt", which), plain)
+    bias = load_model(tmp_path / "0000007.pt", "online").state_dict()["encoder.conv_in.bias"]
     assert torch.equal(bias, plain.state_dict()["encoder.conv_in.bias"] + 1)
 
 
 def test_the_average_of_ibq_is_taken_and_its_weights_as_trained_where_they_are_asked_for(tmp_path: Path) -> None:
     path, state = written("ibq", tmp_path), state_of("ibq")
     for which, name in (("best", "model_ema.encoderconv_inbias"), ("online", "encoder.conv_in.bias")):
-        model = load(path, which)
+        model = load_model(path, which)
         assert model.config["quantizer"] == "ibq"
         assert torch.equal(model.state_dict()["encoder.conv_in.bias"], state[name])
-    assert "moving average" in one_line_of(lambda path: load(path, "ema"), written("taming", tmp_path))
-    assert "--weights online" in one_line_of(lambda path: load(path, "online"), written("sd", tmp_path))
+    assert "moving average" in one_line_of(lambda path: load_model(path, "ema"), written("taming", tmp_path))
+    assert "--weights online" in one_line_of(lambda path: load_model(path, "online"), written("sd", tmp_path))
 
 
 def test_a_pipeline_older_names_and_other_files_are_read_as_the_folder_itself(tmp_path: Path) -> None:
     """Of a pipeline that is on the disk its vae; the names of Stable Diffusion's published files; pickled, half
     precision."""
-    plain = load(written("sd", tmp_path))
+    plain = load_model(written("sd", tmp_path))
     pipeline = tmp_path / "pipeline"
     shutil.copytree(tmp_path / "sd", pipeline / "vae")
     (pipeline / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     (pipeline / "unet").mkdir()
-    assert find(pipeline) == ("file", pipeline / "vae") and diffusers_folder(tmp_path) is None
-    assert_same_bits(load(pipeline), plain)
+    assert resolve(pipeline) == ("file", pipeline / "vae") and diffusers_folder(tmp_path) is None
+    assert_same_bits(load_model(pipeline), plain)
     older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     state = state_of("sd")
     for new, old in older.items():
@@ -249,10 +249,10 @@ def test_a_pipeline_older_names_and_other_files_are_read_as_the_folder_itself(tm
     assert state.keys() != state_of("sd").keys()
     (tmp_path / "sd" / WEIGHTS).unlink()
     torch.save(state, tmp_path / "sd" / "diffusion_pytorch_model.bin")
-    assert_same_bits(load(tmp_path / "sd"), plain)
+    assert_same_bits(load_model(tmp_path / "sd"), plain)
     half = {name: tensor.half() for name, tensor in state.items()}
     save_file(half, tmp_path / "sd" / "diffusion_pytorch_model.fp16.safetensors")
-    rounded = load(tmp_path / "sd").state_dict()
+    rounded = load_model(tmp_path / "sd").state_dict()
     assert torch.equal(rounded["encoder.conv_in.weight"], half["encoder.conv_in.weight"].float())
 
 
@@ -262,19 +262,19 @@ def test_the_description_says_what_a_file_is_and_what_follows_from_it(tmp_path: 
         facts = format_of(path).describe(path)
         assert facts["kind"] == kind and facts["model"] == "VQGAN"
         assert facts["arguments"].items() >= CASES[case].ours.items()
-        assert facts["parameters"] == sum(tensor.numel() for tensor in load(path).state_dict().values())
+        assert facts["parameters"] == sum(tensor.numel() for tensor in load_model(path).state_dict().values())
 
 
 @pytest.mark.parametrize("case", ["taming", "llamagen", "vq"])
 def test_training_goes_on_from_the_loaded_codebook(case: str, tmp_path: Path) -> None:
     """It is not started again from k-means: an update moves entries that vectors chose, by a fifth of the way to them,
     and leaves all others where they are."""
-    model = load(written(case, tmp_path)).train()
+    model = load_model(written(case, tmp_path)).train()
     quantizer = model.quantizer
     before = quantizer.codebook.clone()
-    assert not quantizer.needs_observation
+    assert not quantizer.needs_stats
     chosen = model(images(case)).codes.unique()
-    quantizer.after_update(0, seed=0)
+    quantizer.after_step(0, seed=0)
     others = [code for code in range(len(before)) if code not in chosen]
     torch.testing.assert_close(quantizer.codebook[others], before[others], rtol=0, atol=2e-4)  # smoothing of the counts
     assert (quantizer.codebook[chosen] != before[chosen]).any(1).all()
@@ -309,7 +309,7 @@ SMALL: dict[str, Any] = {
 def test_a_model_that_the_public_package_has_not_is_refused(
     to: str, other: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
-    assert complaint in refused(FORMATS[to].save, VQGAN.made({**SMALL, **other}), tmp_path / "out")
+    assert complaint in refused(FORMATS[to].save, VQGAN.from_dict({**SMALL, **other}), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -321,9 +321,9 @@ def test_a_model_of_ours_goes_to_every_package_that_has_it_and_comes_back(tmp_pa
                        "scaling_factor": 2.0}),
     ]):  # fmt: skip
         torch.manual_seed(number)
-        model, path = VQGAN.made({**SMALL, **other}).eval(), tmp_path / str(number)
+        model, path = VQGAN.from_dict({**SMALL, **other}).eval(), tmp_path / str(number)
         FORMATS[to].save(model, path)
-        back = load(path)
+        back = load_model(path)
         assert back.config["quantizer"] == model.config["quantizer"]
         assert torch.equal(back.encode(some_images()), model.encode(some_images()))
         with torch.no_grad():
@@ -377,7 +377,7 @@ def test_a_body_of_other_groups_or_too_many_levels_is_refused(tmp_path: Path) ->
     levels = {f"encoder.down.{level}.block.0.conv1.weight": torch.zeros(32, 32, 3, 3) for level in range(3, 20)}
     for state, complaint in ((thin, "norm_groups 32"), ({**STATE, **levels}, "2 to 12")):
         torch.save({"state_dict": state}, tmp_path / "model.ckpt")
-        assert complaint in one_line_of(load, tmp_path / "model.ckpt")
+        assert complaint in one_line_of(load_model, tmp_path / "model.ckpt")
 
 
 CONFIGS: dict[str, tuple[Any, str]] = {
@@ -403,7 +403,7 @@ def test_a_configuration_of_diffusers_that_fits_no_model_of_ours_is_refused_in_o
     changed, complaint = CONFIGS[name]
     folder = written("sd3", tmp_path)
     (folder / "config.json").write_text(json.dumps({**stored("sd3", "config"), **changed}))
-    said = one_line_of(load, folder)
+    said = one_line_of(load_model, folder)
     assert complaint in said and said.isprintable() and len(said) < 600
 
 
@@ -411,12 +411,12 @@ def test_a_folder_of_diffusers_that_is_damaged_or_leads_elsewhere_is_refused_in_
     folder = written("sd3", tmp_path)
     weights = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(weights[: len(weights) // 2])
-    assert "is cut off or damaged" in one_line_of(load, folder)
+    assert "is cut off or damaged" in one_line_of(load_model, folder)
     (folder / WEIGHTS).unlink()
-    assert "No such file" in one_line_of(load, folder)
+    assert "No such file" in one_line_of(load_model, folder)
     (tmp_path / "elsewhere").write_bytes(weights)
     (folder / WEIGHTS).symlink_to("../elsewhere")
-    assert "is a link that leaves the folder" in one_line_of(load, folder)
+    assert "is a link that leaves the folder" in one_line_of(load_model, folder)
     torch.save({"a": Call(print, "ran")}, folder / "diffusion_pytorch_model.bin")
     (folder / WEIGHTS).unlink()
-    assert "without running code" in one_line_of(load, folder)
+    assert "without running code" in one_line_of(load_model, folder)

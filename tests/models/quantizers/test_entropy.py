@@ -130,13 +130,13 @@ def test_entropies_of_groups_of_bits_add_up_to_a_bound_of_the_entropy_of_all(bit
 def test_what_was_observed_counts_neither_in_eval_mode_nor_after_the_update() -> None:
     quantizer, z = soft("lfq"), some_z()
     with pytest.raises(RuntimeError, match="nothing was observed"):
-        quantizer.pool()
-    quantizer.observe(z + 3)
-    quantizer.pool()
+        quantizer.reduce_stats()
+    quantizer.accumulate_stats(z + 3)
+    quantizer.reduce_stats()
     value, _, _ = expected("lfq", quantizer, z, "entropy")
     assert_equal(quantizer.eval()(z).losses["entropy"], value)
     assert (quantizer.train()(z).losses["entropy"] - value).abs() > 0.01
-    quantizer.after_update(1, 0)
+    quantizer.after_step(1, 0)
     assert_equal(quantizer(z).losses["entropy"].detach(), value)
 
 
@@ -154,13 +154,13 @@ def test_shares_of_a_batch_average_to_the_losses_and_gradients_of_the_whole(
         parts = whole.chunk(world_size)[process.rank].chunk(micro_batches)
         if micro_batches > 1:
             for part in parts:
-                quantizer.observe(part)
-            quantizer.pool()
+                quantizer.accumulate_stats(part)
+            quantizer.reduce_stats()
         leaves = [part.clone().requires_grad_() for part in parts]
         values = [quantizer(leaf).losses[loss] for leaf in leaves]
         for value in values:
             (value / micro_batches).backward()
-        quantizer.after_update(1, 0)
+        quantizer.after_step(1, 0)
         gradient = torch.cat([leaf.grad for leaf in leaves])
         codebook_gradient = quantizer.codebook.weight.grad if name == "ibq" else None
         calls = process.comm.calls if world_size > 1 else ["sum"]

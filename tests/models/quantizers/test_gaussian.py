@@ -66,7 +66,7 @@ def test_numbers_beyond_any_variance_stay_finite_and_the_precision_is_fp32() -> 
 def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, **more: Any) -> None:
     for z in batches:
         quantizer(z)
-    quantizer.after_update(step, 0, **more)
+    quantizer.after_step(step, 0, **more)
 
 
 def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_counts_for_nothing() -> None:
@@ -80,7 +80,7 @@ def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_count
     before = state_of(quantizer)
     updated(quantizer, [torch.full_like(some_z(), math.nan)], skipped=torch.tensor(True))
     quantizer.eval()(some_z(seed=2))
-    quantizer.after_update(2, 0)
+    quantizer.after_step(2, 0)
     assert_same_bits(quantizer, before)
     updated(quantizer.train(), [some_z(seed=2)], skipped=torch.tensor(False))
     assert not torch.equal(quantizer.moments, before["moments"])
@@ -117,9 +117,9 @@ def test_the_scale_is_that_of_the_whole_batch_however_it_is_cut(processes: int, 
 def test_a_saved_model_says_its_scale(given: bool, tmp_path: Path) -> None:
     scale = {"scaling_factor": 0.5, "shift_factor": 0.25} if given else {}
     torch.manual_seed(0)
-    model = VQGAN.made({**TAMING, "quantizer": "kl", "latent_dim": DIM, **scale})
+    model = VQGAN.from_dict({**TAMING, "quantizer": "kl", "latent_dim": DIM, **scale})
     model(some_images())
-    model.quantizer.after_update(0, 0)
+    model.quantizer.after_step(0, 0)
     model.eval().save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     latents = model.encode(some_images())
@@ -136,5 +136,5 @@ def test_a_saved_model_says_its_scale(given: bool, tmp_path: Path) -> None:
 
 def test_a_scale_without_a_shift_shifts_by_nothing_and_an_unknown_one_is_none() -> None:
     for quantizer, given, expected in (("kl", 0.5, (0.5, 0.0)), ("kl", None, (None, None)), ("vq", None, (None, None))):
-        model = VQGAN.made({**TAMING, "quantizer": quantizer, "latent_dim": DIM, "scaling_factor": given})
+        model = VQGAN.from_dict({**TAMING, "quantizer": quantizer, "latent_dim": DIM, "scaling_factor": given})
         assert (model.scaling_factor, model.shift_factor) == expected

@@ -72,7 +72,7 @@ def test_without_training_or_gradients_and_for_codes_alone_nobody_is_asked_and_n
     assert_same_bits(quantizer, before)
     if name == "vq":
         with pytest.raises(RuntimeError, match="forward"):
-            quantizer.after_update(1, 0)
+            quantizer.after_step(1, 0)
 
 
 @all_quantizers

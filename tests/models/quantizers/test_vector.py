@@ -38,7 +38,7 @@ def started(
 
 def update(quantizer: VectorQuantizer, z: Tensor, step: int = 1, **more: Any) -> None:
     quantizer(z)
-    quantizer.after_update(step, 0, **more)
+    quantizer.after_step(step, 0, **more)
 
 
 def test_the_loss_pulls_vectors_to_their_entries() -> None:
@@ -109,7 +109,7 @@ def test_updates_agree_with_the_library(cosine: bool) -> None:
         _, codes, commitment = theirs(z.movedim(1, -1).flatten(1, 2))
         assert torch.equal(out.codes.flatten(), codes.flatten())
         torch.testing.assert_close(out.losses["commitment"], commitment.squeeze())
-        quantizer.after_update(step, 0)
+        quantizer.after_step(step, 0)
         torch.testing.assert_close(quantizer.codebook, book.embed[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(quantizer.code_counts, book.cluster_size[0])
 
@@ -155,11 +155,11 @@ def test_k_means_ends_where_every_centre_is_the_mean_of_what_is_nearest_to_it() 
 
 def test_the_first_batch_in_train_mode_makes_the_first_entries() -> None:
     quantizer = started(kmeans_init=True)
-    assert quantizer.needs_observation and not quantizer.is_initialized
+    assert quantizer.needs_stats and not quantizer.is_initialized
     quantizer.eval()(some_vectors())
     assert not quantizer.is_initialized
     before = quantizer.train()(some_vectors()).losses["commitment"]
-    assert quantizer.is_initialized and not quantizer.needs_observation
+    assert quantizer.is_initialized and not quantizer.needs_stats
     expected, counts = kmeans(in_rows(some_vectors()), 7, normalize=lambda means: means)
     assert torch.equal(quantizer.codebook, expected) and torch.equal(quantizer.code_counts, counts)
     assert before < started()(some_vectors()).losses["commitment"]
@@ -197,7 +197,7 @@ def test_a_dead_entry_becomes_the_vector_drawn_by_seed_and_step_and_no_other_cha
     other.revive_below = 0.0
     for one in (quantizer, other):
         one(z)
-        one.after_update(step, seed)
+        one.after_step(step, seed)
     assert (other.codebook[0] > 500).all() and torch.equal(quantizer.codebook[1:], other.codebook[1:])
     drawn = random_indices(7, 48, seed, step, device=torch.device("cpu"))[0]
     assert torch.equal(quantizer.codebook[0], in_rows(z)[drawn])
@@ -230,13 +230,13 @@ def test_any_number_of_processes_and_micro_batches_makes_the_same_codebook(
         for step in range(1, 6):
             z = some_vectors(seed=step)
             parts = z.chunk(process.world_size)[process.rank].chunk(micro_batches)
-            if len(parts) > 1 and quantizer.needs_observation:
+            if len(parts) > 1 and quantizer.needs_stats:
                 for part in parts:
-                    quantizer.observe(part)
-                quantizer.pool()
+                    quantizer.accumulate_stats(part)
+                quantizer.reduce_stats()
             for part in parts:
                 quantizer(part)
-            quantizer.after_update(step, 0)
+            quantizer.after_step(step, 0)
             rows = F.normalize(in_rows(z), dim=1) if cosine else in_rows(z)
             revived += int((torch.cdist(quantizer.codebook, rows) < 1e-5).any(1).sum())
         return quantizer, revived

@@ -101,7 +101,7 @@ def main() -> None:
             torch.save(mulan.state_dict(), public)
             read = load_public_mulan(public)
             spectrogram = {"n_fft": audio.get("spec_n_fft", 128), "hop_length": audio.get("spec_hop_length", 12)}
-            model = Ours.made({**read.config, **spectrogram})
+            model = Ours.from_dict({**read.config, **spectrogram})
             model.load_state_dict(read.state_dict())
             call = save_public_mulan(model, ours).partition("load it into ")[2].partition(";")[0]
             back = eval(call, vars(musiclm_pytorch)).eval()

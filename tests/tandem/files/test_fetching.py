@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from tandem.io import fetching
-from tandem.io.fetching import MIRROR, Published, fetched, fetched_from_hub
+from tandem.io.fetching import MIRROR, Published, fetch_file, fetch_from_hub
 from tests import hub_server
 from tests.fault_proxy import Proxy, proxy_before
 from tests.file_servers import http_server
@@ -89,17 +89,17 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_a_file_is_fetched_once_and_a_line_says_from_where_to_where_and_how_large(
     file: Published, server: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = fetched(file)
+    path = fetch_file(file)
     assert path == cache(tmp_path) / "ours.pth" and path.read_bytes() == CONTENT
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and all(text in said for text in (file.address, str(path), "3 MB", "some weights"))
-    assert fetched(file) == path and len(server.requests) == 1 and not capfd.readouterr().err
+    assert fetch_file(file) == path and len(server.requests) == 1 and not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("faults", [["cut", "cut"], ["half", 503]], ids=str)
 def test_a_connection_that_breaks_is_tried_again(faults: list[Any], file: Published, server: Proxy) -> None:
     server.faults = faults
-    assert fetched(file).read_bytes() == CONTENT and len(server.requests) == 3
+    assert fetch_file(file).read_bytes() == CONTENT and len(server.requests) == 3
 
 
 @pytest.mark.parametrize(("fault", "requests", "reason"), [
@@ -110,7 +110,7 @@ def test_what_cannot_be_fetched_is_one_line_and_nothing_is_kept(
     fault: str | int, requests: int, reason: str, file: Published, server: Proxy, tmp_path: Path
 ) -> None:
     server.always = fault
-    said = refused(fetched, file)
+    said = refused(fetch_file, file)
     assert reason in said and "ours.pth" in said and file.address in said and file.sha256 in said
     assert len(server.requests) == requests and visible(tmp_path) == []
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_fetched_is_one_line_and_nothing_is_kept(
 def test_another_file_is_refused_and_not_kept(
     change: dict[str, Any], file: Published, server: Proxy, tmp_path: Path
 ) -> None:
-    said = refused(fetched, Published(**{**vars(file), **change}))
+    said = refused(fetch_file, Published(**{**vars(file), **change}))
     assert "another file" in said and len(server.requests) == 1 and visible(tmp_path) == []
 
 
@@ -127,9 +127,9 @@ def test_four_processes_at_once_make_one_request_and_two_machines_two(
     file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.always = "slow"
-    assert exit_codes(processes(4, lambda: fetched(file))) == [0] * 4 and len(server.requests) == 1
+    assert exit_codes(processes(4, lambda: fetch_file(file))) == [0] * 4 and len(server.requests) == 1
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "other"))
-    assert exit_codes(processes(4, lambda: fetched(file))) == [0] * 4 and len(server.requests) == 2
+    assert exit_codes(processes(4, lambda: fetch_file(file))) == [0] * 4 and len(server.requests) == 2
     assert visible(tmp_path) == visible(tmp_path / "other") == ["ours.pth"]
 
 
@@ -138,8 +138,8 @@ def test_processes_that_wait_fail_with_the_one_that_tried_and_the_next_one_tries
 ) -> None:
     server.faults, server.slow_seconds = ["slow"], 2
     wrong = Published(**{**vars(file), "sha256": "0" * 64})
-    assert exit_codes(processes(3, lambda: fetched(wrong))) == [3] * 3 and len(server.requests) == 1
-    assert fetched(file).read_bytes() == CONTENT
+    assert exit_codes(processes(3, lambda: fetch_file(wrong))) == [3] * 3 and len(server.requests) == 1
+    assert fetch_file(file).read_bytes() == CONTENT
 
 
 def test_another_process_goes_on_where_one_was_killed_and_its_half_file_is_gone(
@@ -147,9 +147,9 @@ def test_another_process_goes_on_where_one_was_killed_and_its_half_file_is_gone(
 ) -> None:
     server.faults = ["slow"]
     server.slow_seconds = 60.0
-    (first,) = processes(1, lambda: fetched(file))
+    (first,) = processes(1, lambda: fetch_file(file))
     wait_until(lambda: bool(server.requests))
-    second = processes(1, lambda: fetched(file))
+    second = processes(1, lambda: fetch_file(file))
     time.sleep(0.3)
     assert second[0].is_alive() and len(server.requests) == 1 and visible(tmp_path) == [".ours.pth.tmp"]
     os.kill(first.pid, signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_a_process_that_waits_shows_that_it_is_alive(file: Published, server: Pr
     (holder,) = processes(1, hold)
     wait_until((tmp_path / "held").exists)
     with pytest.raises(Seen):
-        fetched(file, mark)
+        fetch_file(file, mark)
     assert holder.is_alive() and not server.requests
     holder.kill()
 
@@ -183,11 +183,11 @@ def test_offline_nothing_is_asked_and_the_line_says_what_is_published_where(
     file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    said = refused(fetched, file)
+    said = refused(fetch_file, file)
     assert all(text in said for text in (str(cache(tmp_path)), "ours.pth or old.pth", file.address, "HF_HUB_OFFLINE"))
     cache(tmp_path).mkdir(parents=True)
     (cache(tmp_path) / "old.pth").touch()
-    assert fetched(file).name == "old.pth" and not server.requests
+    assert fetch_file(file).name == "old.pth" and not server.requests
 
 
 def test_a_mirror_may_be_another_server_or_a_folder(
@@ -196,13 +196,13 @@ def test_a_mirror_may_be_another_server_or_a_folder(
 ) -> None:  # fmt: skip
     elsewhere = Published(**{**vars(file), "address": "http://127.0.0.1:9/nobody/weights.pth"})
     monkeypatch.setenv(MIRROR, f"{server.address}/")
-    fetched(elsewhere).unlink()
+    fetch_file(elsewhere).unlink()
     monkeypatch.setenv(MIRROR, folder.as_uri())
-    assert fetched(elsewhere).read_bytes() == CONTENT and len(server.requests) == 1
+    assert fetch_file(elsewhere).read_bytes() == CONTENT and len(server.requests) == 1
     for mirror, reason in (("no address", "no address"), ("http://bob:secret@127.0.0.1:9/", "a password")):
         monkeypatch.setenv(MIRROR, mirror)
         (cache(tmp_path) / "ours.pth").unlink(missing_ok=True)
-        assert reason in (said := refused(fetched, elsewhere)) and "secret" not in said + capfd.readouterr().err
+        assert reason in (said := refused(fetch_file, elsewhere)) and "secret" not in said + capfd.readouterr().err
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
 
 
 def of_bob(name: str = "weights.bin") -> Path:
-    return fetched_from_hub("weights of Bob", "bob/clip", name)
+    return fetch_from_hub("weights of Bob", "bob/clip", name)
 
 
 def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_request(
@@ -246,8 +246,8 @@ def test_what_the_hub_does_not_give_is_one_line_and_nothing_is_kept(
 
 def test_a_process_shows_that_it_is_alive_while_a_file_comes(file: Published, hub: hub_server.Hub) -> None:
     for fetch in (
-        lambda mark: fetched(file, mark),
-        lambda mark: fetched_from_hub("it", "bob/clip", "weights.bin", mark),
+        lambda mark: fetch_file(file, mark),
+        lambda mark: fetch_from_hub("it", "bob/clip", "weights.bin", mark),
     ):
         marks: list[None] = []
         assert fetch(lambda: marks.append(None)).read_bytes() == CONTENT and marks  # noqa: B023
@@ -262,4 +262,4 @@ def test_offline_the_hub_is_not_asked(hub: hub_server.Hub, monkeypatch: pytest.M
 
 def test_a_cache_that_cannot_be_written_is_one_line(file: Published, tmp_path: Path) -> None:
     (tmp_path / "hub").touch()
-    assert str(tmp_path) in refused(fetched, file)
+    assert str(tmp_path) in refused(fetch_file, file)

@@ -17,6 +17,7 @@ from tandem.io.reading import (
     check_regular,
     compose_yaml,
     counted,
+    error_text,
     open_regular,
     plain_text,
     read_bytes,
@@ -24,7 +25,6 @@ from tandem.io.reading import (
     read_json_or_empty,
     read_yaml,
     text_lines,
-    words_of,
 )
 
 
@@ -149,7 +149,7 @@ def test_a_link_that_leaves_its_folder_is_refused_and_one_that_stays_in_it_is_no
     ],
 )
 def test_the_words_of_an_error_are_one_line_and_of_the_system_why(error: Exception, words: str) -> None:
-    assert words_of(error) == words
+    assert error_text(error) == words
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_an_average_of_another_length_is_the_one_that_training_would_have_made(c
     expected = make_ema(WEIGHTS, 0.0, [0.07])
     trained(expected, 1, 400)
     bias = expected.state_dict()["powers"]["0.07"]["weights"]["bias"].item()
-    found, _, distance = files.of_length("ema_of.two", 0.07, dict(made().named_parameters()))
+    found, _, distance = files.reconstruct("ema_of.two", 0.07, dict(made().named_parameters()))
     # The weights grow by 400; what is missed of the profile (by 0.25% of its norm) counts in both directions.
     assert found["bias"].item() == pytest.approx(bias, abs=0.02) and distance < 0.003
     assert abs(load_file(sorted(files.folder.iterdir())[-1])["bias"].item() - bias) > 5
@@ -123,7 +123,7 @@ def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
         files.newest("ema")
     like = {"weight": torch.zeros(1, 3)}
     with pytest.raises(ValueError, match="average of another model: see its weight"):
-        files.of_length("ema_of.two", 0.07, like)
+        files.reconstruct("ema_of.two", 0.07, like)
     path = files.folder / "step_00000020_ema_of.two_0.05.safetensors"
     whole = path.read_bytes()
     other = whole.replace(b'pdates\\": 20', b'pdates\\": -1')
@@ -131,11 +131,11 @@ def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
     for content in (b"", whole[:40], whole[:-1], other, deep):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot read .*_0\.05\.safetensors: .") as error:
-            files.of_length("ema_of.two", 0.07, dict(made().named_parameters()))
+            files.reconstruct("ema_of.two", 0.07, dict(made().named_parameters()))
         assert "\n" not in str(error.value)
     path.unlink()
     os.mkfifo(path)  # would hold up whoever opens it
-    files.of_length("ema_of.two", 0.1, dict(made().named_parameters()))
+    files.reconstruct("ema_of.two", 0.1, dict(made().named_parameters()))
 
 
 def test_an_average_of_another_length_counts_the_updates_of_each_part(checkpoints, tmp_path):
@@ -154,7 +154,7 @@ def test_an_average_of_another_length_counts_the_updates_of_each_part(checkpoint
             checkpoints.wait()
     wanted = of_first.state_dict()["powers"]["0.07"]["weights"]["weight"][0, 0].item()
     like = {**dict(made().named_parameters()), "count": torch.zeros(1)}
-    found, updates, distance = files.of_length("ema", 0.07, like)
+    found, updates, distance = files.reconstruct("ema", 0.07, like)
     assert found["weight"].flatten().tolist() == pytest.approx([wanted] * 2, abs=0.03) and updates == 200
     assert distance < 0.01 and torch.equal(found["count"], files.newest("ema")["count"])
 
@@ -174,7 +174,7 @@ def test_averages_of_an_earlier_version_which_counts_all_parts_as_one_go_on(chec
             checkpoints.save(update, {"ema": averages.state_dict()}, {}, files.write)
             checkpoints.wait()
     wanted = expected.state_dict()["powers"]["0.07"]["weights"]
-    found, updates, distance = files.of_length("ema", 0.07, dict(made().named_parameters()))
+    found, updates, distance = files.reconstruct("ema", 0.07, dict(made().named_parameters()))
     assert updates == 200 and distance < 0.01
     assert found["bias"].item() == pytest.approx(wanted["bias"].item(), abs=0.05)
     assert found["weight"][0, 1].item() == pytest.approx(wanted["weight"][0, 1].item(), abs=0.05)

@@ -137,7 +137,9 @@ def test_a_list_with_a_wrong_value_is_refused(convert, texts, expected):
 class Thawing:
     """A flag that needs another one."""
 
-    thaw: int = flag(0, "updates after which frozen layers learn", positive_int, needs=when("freeze", "early", "all"))
+    thaw: int = flag(
+        0, "updates after which frozen layers learn", positive_int, requires=when("freeze", "early", "all")
+    )
     freeze: str = flag("none", "layers that do not learn", choices=("none", "early", "all"))
 
 

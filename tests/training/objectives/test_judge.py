@@ -22,7 +22,7 @@ from tandem.training.losses.adversarial import (
     hinge_discriminator_loss,
     zero_centred_penalty,
 )
-from tandem.training.losses.gan import Judge
+from tandem.training.losses.gan import GANLoss
 from tests.processes import on_processes, single
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -50,7 +50,7 @@ def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
     return generator, Discriminator.made({"dim": 8, "layers": 2})
 
 
-class Game(Judge):
+class Game(GANLoss):
     """Makes updates as the scripts do, and keeps the means of what is logged of one."""
 
     def __init__(self, backend: Backend, generator: nn.Module, discriminator: nn.Module, rules: Any, **given: Any):
@@ -72,14 +72,14 @@ class Game(Judge):
             out = self.g(images)
             recon, adversarial = self(out)
             loss = recon + self.weight * adversarial + 0.5 * sum(out.losses.values())
-            self.g.backward(self.carried(loss))
+            self.g.backward(self.with_graph(loss))
         update = self.g.step()
         self.update_codebook(update.skipped)
         return update
 
     def criticise(self, *, with_penalty: bool = True) -> Any:
         """An update of the discriminator, on what has been generated."""
-        for loss, lecam, penalty in self.critic_losses(with_penalty=with_penalty):
+        for loss, lecam, penalty in self.discriminator_losses(with_penalty=with_penalty):
             self.d.backward(loss + self.rules.lecam_weight * lecam + self.rules.penalty_weight * penalty)
         update = self.d.step()
         self.update_lecam(update.skipped)
@@ -152,7 +152,7 @@ def test_updates_equal_the_plain_loop_on_the_whole_batch(backend: Backend, quant
         images = torch.rand(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(step))
         means = play(game, images, step=step)
         weight = plain_update(*plain, images, lecam, lecam_weight=0.3)
-        plain[0].quantizer.after_update(step, 0)
+        plain[0].quantizer.after_step(step, 0)
         torch.testing.assert_close(means["gan_weight"].float(), weight.detach(), rtol=1e-4, atol=0)
     assert_same_change(start[0], generator, plain[0])
     assert_same_change(start[1], discriminator, plain[1])

@@ -42,7 +42,7 @@ def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_
     parser = train_vae.build_parser()
     args = parser.parse([])
     settings = {**parser.settings(args), **SECRETS}
-    shown = public_settings(parser, settings, parser.lasting)
+    shown = public_settings(parser, settings, parser.fixed_on_resume)
     assert not {"image_folder", "output_dir", "init_from", "run_name", "wandb_project"} & shown.keys()
     assert shown["learning_rate"] == 1e-3 and shown["precision"] == "fp32" and shown["transparent"] is False
     assert public_settings(parser, {"image_folder": "demo:shapes:64"}, ()) == {"image_folder": "demo:shapes:64"}
@@ -66,7 +66,7 @@ def test_of_a_configuration_the_card_shows_what_the_script_knows_and_nothing_of_
 def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:
     parser = train_vae.build_parser()
     run = write_run(tmp_path / "runs", [{"step": 1, "samples": 4, "epoch": 1.0, "valid/loss": 1.0}])
-    settings = public_settings(parser, {**parser.settings(parser.parse([])), **SECRETS}, parser.lasting)
+    settings = public_settings(parser, {**parser.settings(parser.parse([])), **SECRETS}, parser.fixed_on_resume)
     text = card(run, settings)
     for secret in ("/home", "private", "laptop", "secret", "customer", "vae.pt", "Linux", str(tmp_path)):
         assert secret not in text

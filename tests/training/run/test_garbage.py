@@ -17,7 +17,7 @@ class Node:
     """Garbage that only a collection finds."""
 
     def __init__(self) -> None:
-        self.itself = self
+        self.identity = self
 
 
 def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import pytest
 from tandem.distributed.engines import replicated
 from tandem.distributed.engines.arithmetic import gradient_norm
 from tandem.training.checkpoint.store import Checkpoints
-from tandem.training.run_folder.folder import RunFolder, resumed_config
+from tandem.training.run_folder.folder import RunFolder, read_config_to_resume
 from tandem.training.run_folder.starts import starts
 from tests.processes import on_processes
 from tests.scripts import VAE, assert_same_run, edit_checkpoint, files, metrics, names
@@ -349,7 +349,7 @@ def test_a_process_that_does_not_see_the_run_is_told_before_anything_else_of_it_
     def read(process: Any) -> str:
         flags = {"output_dir": str(tmp_path / f"disk{process.rank}"), "fresh": False, "dry_run": False}
         try:
-            resumed_config(argparse.Namespace(**flags, script="train_vae.py"), process)
+            read_config_to_resume(argparse.Namespace(**flags, script="train_vae.py"), process)
         except ValueError as error:
             return f"refused: {error}"
         return "goes on"
