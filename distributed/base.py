@@ -342,9 +342,12 @@ class Backend(ABC):
         """For work that may fail on one process alone, such as opening files or building a model. A ValueError, an
         OSError or a lack of memory on any process becomes the same UserMistake on all, and a CannotGoOn the same
         TrainingStopped, so that none waits for one that has left. The work may last longer on one process than
-        --timeout_minutes, if it calls ``mark`` now and then. A collective inside, such as another agreement, has to
-        come before all that may fail on one process alone: a process that has failed waits at the end of the agreement,
-        and the others would wait for it in the collective."""
+        --timeout_minutes, if it calls `heartbeat` now and then.
+
+        The end of the context is a collective. Another collective inside, such as a second context of this kind, has to
+        come before everything that may fail on one process alone: a process that has failed goes to the end of the
+        context at once, and the others would wait for it in their collective.
+        """
         mistake: str | None = None
         error_type: type[UserMistake | TrainingStopped] = UserMistake
         try:

@@ -1,6 +1,6 @@
 """Ends a job soon when a process is lost or stalls, and names its rank, update and activity.
 
-The main thread records each phase that it begins (``mark``). A thread sends that to the root (``liveness.py``), which
+The main thread records each phase that it begins (`heartbeat`). A thread sends that to the root (``liveness.py``), which
 decides which rank is lost or holds up the others, and tells all. Only this ends a job: collectives have no limit.
 """
 
@@ -52,7 +52,7 @@ WAITS = ("data", "communication")  # causes of a wait
 
 
 class Watchdog:
-    """``mark`` costs a microsecond, because threads do the rest. A single process starts no threads."""
+    """`heartbeat` costs a microsecond, because threads do the rest. A single process starts no threads."""
 
     def __init__(self, comm: Communicator, launch: Launch, timeout_minutes: float) -> None:
         self._rank, self._world_size = comm.rank, comm.world_size

@@ -93,8 +93,8 @@ class StoredEmbeddings(StoredArrays):
 
     def nearest(self, queries: Vectors, count: int, heartbeat: Callable[[], None] = lambda: None) -> list[list[Match]]:
         """For each of the queries (m, d), unit vectors, the `count` rows with the largest cosines, or all rows if there
-        are fewer; among equal cosines, the first rows. Every row is compared. One shard is in memory at a time; `mark`
-        is called for each, as a heartbeat.
+        are fewer; among equal cosines, the first rows. Every row is compared. One shard is in memory at a time;
+        `heartbeat` is called for each.
 
         Cosines are computed in fp64 and rounded to fp32, so that they depend neither on the shards nor on other
         queries, and equal rows have equal cosines.
