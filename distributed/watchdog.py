@@ -1,7 +1,7 @@
 """Ends a job soon when a process is lost or stalls, and names its rank, update and activity.
 
-The main thread records each phase that it begins (`heartbeat`). A thread sends that to the root (``liveness.py``), which
-decides which rank is lost or holds up the others, and tells all. Only this ends a job: collectives have no limit.
+The main thread records each phase that it begins (`heartbeat`). A thread sends that to the root (``liveness.py``),
+which decides which rank is lost or holds up the others, and tells all. Only this ends a job: collectives have no limit.
 """
 
 from __future__ import annotations

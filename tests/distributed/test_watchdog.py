@@ -33,7 +33,7 @@ class Job:
     """Ranks whose words the test invents, and the judge of the root."""
 
     def __init__(self, world_size: int) -> None:
-        self.judge = HeartbeatMonitor(world_size, TIMEOUT_TICKS)
+        self.monitor = HeartbeatMonitor(world_size, TIMEOUT_TICKS)
         self.ranks: list[dict[str, Any]] = [
             {"count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
         ]
@@ -48,8 +48,8 @@ class Job:
             for rank, mark in enumerate(self.ranks):
                 mark["count"] += rank in moving
                 if rank not in silent:
-                    self.judge.hear(rank, dict(mark))
-            verdict = self.judge.tick(is_asked_to_end)
+                    self.monitor.hear(rank, dict(mark))
+            verdict = self.monitor.tick(is_asked_to_end)
         return verdict
 
 
@@ -114,14 +114,14 @@ def test_who_waits_for_whom_is_told_after_ten_seconds_once_for_each_phase() -> N
     job.ranks[0].update(REDUCING)
     job.ranks[1].update(REDUCING)
     job.pass_time(SILENT_TICKS - 1, {2})
-    assert job.judge.wait() is None
+    assert job.monitor.wait() is None
     job.pass_time(1, {2})
-    assert job.judge.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (forward)"
+    assert job.monitor.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (forward)"
     job.pass_time(5, {2})
-    assert job.judge.wait() is None
+    assert job.monitor.wait() is None
     job.ranks[2]["phase"] = "listing the samples"
     job.pass_time(1, {2})
-    assert job.judge.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (listing the samples)"
+    assert job.monitor.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (listing the samples)"
 
 
 def test_a_long_wait_for_loader_processes_is_told_once(
@@ -140,20 +140,20 @@ def test_a_long_wait_for_loader_processes_is_told_once(
 
 def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those_that_left() -> None:
     four = Job(4)
-    four.judge.lose(1)
-    four.judge.leave(2)  # because its collective failed
-    four.judge.lose(2)
-    four.judge.lose(3, "KeyError: 'x'")
-    four.judge.lose(3)
+    four.monitor.lose(1)
+    four.monitor.leave(2)  # because its collective failed
+    four.monitor.lose(2)
+    four.monitor.lose(3, "KeyError: 'x'")
+    four.monitor.lose(3)
     lost = "lost contact with rank 1 at update 5 (forward); rank 3 at update 5 (forward): KeyError: 'x'"
-    assert four.judge.tick() == lost
+    assert four.monitor.tick() == lost
 
 
 def test_a_verdict_on_hundreds_of_ranks_names_a_few_and_counts_the_others() -> None:
     many = Job(500)
     for rank in range(400):
-        many.judge.lose(rank, "E" * 200)
-    verdict = many.judge.tick()
+        many.monitor.lose(rank, "E" * 200)
+    verdict = many.monitor.tick()
     assert verdict is not None and verdict.endswith("; and 392 more ranks") and verdict.count("rank ") == 8
     verdict = Job(500).pass_time(TIMEOUT_TICKS + 1, moving=set(range(8)))
     assert verdict is not None and verdict.endswith("; and 484 more ranks") and len(verdict) < 1000

@@ -154,11 +154,11 @@ class Quantizer(Bottleneck, ABC):
     Averaged over processes and micro-batches, values and gradients of the losses equal those of one process that holds
     the whole batch of the update. Processes and micro-batches must hold equally many vectors. One update is
 
-        for each micro-batch:  quantizer.observe(z)      only with several micro-batches, if `needs_stats`
-        quantizer.pool()                                 only after observe
+        for each micro-batch:  quantizer.accumulate_stats(z)    only with several micro-batches, if `needs_stats`
+        quantizer.reduce_stats()                                  only after those
         for each micro-batch:  quantizer(z), backward
         optimizer step
-        quantizer.after_update(step, seed, skipped)
+        quantizer.after_step(step, seed, skipped)
 
     In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: its statistics are those
     of its own input.
