@@ -156,8 +156,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.models.features.lpips import load_lpips
     from tandem.training.cascade import Cascade
     from tandem.training.ema import final_metric, final_weights, make_ema
+    from tandem.training.evaluation import Action, Evaluation, final_model
     from tandem.training.generation import Generation, sampling_example
-    from tandem.training.loop import Action, Evaluation, final_model, updates
+    from tandem.training.loop import updates
     from tandem.training.metrics.fid import Inception
     from tandem.training.metrics.generation import GenerationQuality, left_out
     from tandem.training.metrics.unets import UnetErrors

@@ -171,7 +171,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.data.sets import sound_feed
     from tandem.data.tokenizers import open_tokenizer
     from tandem.training.ema import final_metric, make_ema
-    from tandem.training.loop import Evaluation, final_model, updates
+    from tandem.training.evaluation import Evaluation, final_model
+    from tandem.training.loop import updates
     from tandem.training.losses.contrastive import Contrastive
     from tandem.training.losses.grad_cache import GradCache
     from tandem.training.metrics.collapse import CollapseAlarm

@@ -102,7 +102,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.data.sets import image_data
     from tandem.models import DiscreteVAE
     from tandem.training.ema import make_ema
-    from tandem.training.loop import Evaluation, final_model, updates
+    from tandem.training.evaluation import Evaluation, final_model
+    from tandem.training.loop import updates
     from tandem.training.metrics.collapse import ReconstructionAlarm
     from tandem.training.metrics.reconstruction import ReconstructionQuality
     from tandem.training.noise import Noise

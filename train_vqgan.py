@@ -107,7 +107,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.models import VQGAN
     from tandem.models.features.lpips import load_lpips, load_perceptual
     from tandem.training.ema import make_ema
-    from tandem.training.loop import Evaluation, updates
+    from tandem.training.evaluation import Evaluation
+    from tandem.training.loop import updates
     from tandem.training.losses.gan import GANLoss
     from tandem.training.metrics.autoencoders import evaluated, reconstructions
     from tandem.training.metrics.collapse import ReconstructionAlarm

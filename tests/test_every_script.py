@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 
 from tandem.distributed.engines.arithmetic import SkipGuard
 from tandem.io.installed import command_of
+from tandem.training.evaluation import Evaluation
 from tandem.training.logging import clock, operations
-from tandem.training.loop import Evaluation
 from tandem.training.run import Run
 from tandem.training.run_folder.starts import starts
 from tests.data.helpers import write_tar

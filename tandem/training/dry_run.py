@@ -2,72 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tandem.io.exits import AskedToStop, Failed
 from tandem.io.reading import counted
-from tandem.io.writing import hold, is_left_behind
 from tandem.training.logging.clock import peak_memory
 from tandem.training.logging.operations import matrix_product, name_of
 from tandem.training.logging.progress import duration
-from tandem.training.run_folder.starts import starts
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
-
-    from .loop import Action
+    from .evaluation import Action
     from .run import Run
 
-_PREFIX = ".dry-run-"
-_LOCK = ".dry_run"  # only in the folder of a dry run
 _UPDATES = 3  # of which the first one may compile, choose kernels and start loaders
-
-
-def folder_beside(output_dir: str, processes: Backend) -> str:
-    """A new folder beside a run folder. The root deletes it when its process ends, at the latest, with the parents that
-    it created, and also the folders of dry runs that were killed on its machine.
-
-    Raises:
-        UserMistake: one line, if it cannot be made.
-    """
-    path = None
-    with processes.raise_on_all_ranks():
-        if processes.is_root:
-            parent = Path(os.path.abspath(output_dir)).parent
-            missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-            parent.mkdir(parents=True, exist_ok=True)
-            for old_folder in filter(_is_left_behind, parent.glob(f"{_PREFIX}*")):
-                shutil.rmtree(old_folder, ignore_errors=True)
-            path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-            atexit.register(_delete, Path(path), missing, hold(Path(path, _LOCK)))
-    folder: str = processes.broadcast_object(path)
-    return folder
-
-
-def _is_left_behind(folder: Path) -> bool:
-    """Whether a folder is that of a dry run that was killed on this machine, in which no other run began since."""
-    is_old = not folder.is_symlink() and is_left_behind(folder / _LOCK)
-    return is_old and all("--dry_run" in start.get("command", ()) for start in starts(folder))
-
-
-def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
-    """Delete a folder and its empty parents, then release `lock`."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        for parent in parents:
-            parent.rmdir()
-    lock.close()
 
 
 def run_dry(

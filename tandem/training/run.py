@@ -19,8 +19,9 @@ from tandem.io.exits import AskedToStop, Failed
 from tandem.io.reading import counted, error_text
 from tandem.training.checkpoint.averages import AverageFiles
 from tandem.training.checkpoint.format import damaged
+from tandem.training.checkpoint.listing import step_of
 from tandem.training.checkpoint.models import MODELS, Models
-from tandem.training.checkpoint.store import Checkpoints, Stateful, step_of
+from tandem.training.checkpoint.store import Checkpoints, Stateful
 from tandem.training.logging.clock import Clock
 from tandem.training.logging.metrics import Metrics
 from tandem.training.logging.operations import Operations, peak_of_all
@@ -38,18 +39,18 @@ from tandem.training.logging.progress import (
 )
 from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import TIMES
+from tandem.training.run_folder.dry_run_folder import folder_beside
 from tandem.training.run_folder.folder import RunFolder, check_apart
 from tandem.training.run_folder.starts import end_start
 from tandem.training.visuals.images import Sample, to_png
 
-from .dry_run import folder_beside
 from .ema import final_weights
 
 if TYPE_CHECKING:
     from tandem.data.feed import TrainingData
     from tandem.distributed import Backend
 
-    from .loop import Evaluation
+    from .evaluation import Evaluation
 
 _MAX_VALIDATION_SHARE = 0.1  # of the time
 _SAMPLE_FOLDER_FLAGS = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts

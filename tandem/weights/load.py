@@ -28,7 +28,7 @@ def resolve(path: Path) -> tuple[str, Path]:
     for the name of a model on the Hugging Face Hub, its folder in the cache."""
     from tandem.io.weights import why_no_model
     from tandem.models.base import CONFIG_FILE
-    from tandem.training.checkpoint.store import latest_checkpoint
+    from tandem.training.checkpoint.listing import latest_checkpoint
     from tandem.weights.formats.diffusers import diffusers_folder
 
     from .hub import local

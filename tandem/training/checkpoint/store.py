@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,6 +16,7 @@ from tandem.io.reading import error_text
 from tandem.io.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
 
 from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
+from .listing import latest_checkpoint, list_checkpoints, unseen
 from .models import MODELS, models_in
 from .snapshot import Memory, Snapshot, pinned_by
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tandem.training.run_folder.folder import RunFolder
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
-_NAME = re.compile(r"step_[0-9]{8,}")
 
 # Writes something beside a checkpoint: (step, tensors by part and name, JSON values by part).
 Beside = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
@@ -199,7 +198,7 @@ class Checkpoints:
             ValueError: one line, if all checkpoints are damaged or gone.
         """
         errors: list[tuple[Path, ValueError]] = []
-        for path in reversed(_list_checkpoints(self.folder)):
+        for path in reversed(list_checkpoints(self.folder)):
             try:
                 check_sums(path, self._processes.heartbeat)
             except ValueError as error:
@@ -282,7 +281,7 @@ class Checkpoints:
         try:
             write_atomically(self.folder / "latest", f"{path.name}\n".encode())
         finally:
-            for old in _list_checkpoints(self.folder)[: -self._keep]:
+            for old in list_checkpoints(self.folder)[: -self._keep]:
                 if old.name not in self._protected_names:  # not renamed at each save: a kill could leave it so
                     self._delete_checkpoint(old)
 
@@ -321,30 +320,6 @@ class Checkpoints:
 
 def _name_others(n: int) -> str:
     return "there is no other one" if n == 0 else f"so are the {n} before it" if n > 1 else "so is the one before it"
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left, and links, are ignored."""
-    return next(reversed(_list_checkpoints(folder)), None)
-
-
-def unseen(rank: int, folder: Path) -> str:
-    """The message if a process does not see the run folder of the root."""
-    return (
-        f"rank {rank} does not see {folder}; put --output_dir on a disk that all machines see, because every process "
-        "reads the checkpoint there to resume"
-    )
-
-
-def step_of(path: Path) -> int:
-    """The number of updates after which a checkpoint was made, by its name."""
-    return int(path.name.removeprefix("step_"))
-
-
-def _list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first. Links are ignored: with one, a run could resume from any folder."""
-    candidates = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
-    return sorted((path for path in candidates if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def _set_aside(path: Path) -> Path:

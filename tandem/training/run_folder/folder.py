@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.fields import identity
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
 from tandem.io.writing import hold, move_aside, other_holder, write_atomically
+from tandem.training.checkpoint.listing import latest_checkpoint, unseen
 
 from .starts import add_start, script_of, starts
 
@@ -203,8 +204,6 @@ def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[
         UserMistake: one line, if config.yaml cannot be read, or a process does not see it: a later message, such as
             about a missing tokenizer, would mislead.
     """
-    from tandem.training.checkpoint.store import latest_checkpoint, unseen  # not at the top: it imports PyTorch
-
     folder, config = Path(args.output_dir), None
     torchruns = processes.torchruns() if args.fresh else []
     with processes.raise_on_all_ranks():

@@ -1,0 +1,85 @@
+"""What a script asks of the loop: how its models are evaluated, and what else happens every n updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from .ema import Average
+
+if TYPE_CHECKING:
+    from tandem.training.run_folder.best import BestModel
+    from tandem.training.visuals.images import Sample
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that happens after every n-th update and after the last one, on every process.
+
+    Args:
+        name: Its name in a dry run.
+        every: The number n of updates; 0: only at the end.
+        do: May return values for the line of metrics.
+        is_asked: Whether it happens after this update in any case.
+        measures: The line of metrics waits for this action, which may take long: a checkpoint of the same update, which
+            comes before it in the list, records that it is still to be done.
+    """
+
+    name: str
+    every: int
+    do: Callable[[], Mapping[str, Any] | None]
+    measures: bool = False
+    is_asked: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How one model of a run is validated, drawn and written. A run has one Evaluation for each such model.
+
+    `validate` and `draw` run without gradients.
+
+    Args:
+        validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
+            process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is the
+            number of the newest update, from 0, as the loop yields it.
+        draw: ({"online": model, "ema": average}, samples of `TrainingData.preview`, step) -> the picture for samples/,
+            alone or with further files (`Sample`). The averages have the names that `average.averages` gives them;
+            there may be none. Called on the root alone, where it must not contain collectives; see
+            `is_collective_draw`.
+        write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
+            The first one also writes best/. The model is the average if there is one.
+        best: Keeps the model of the best validation, if the script wants it.
+        name: Distinguishes the metrics and pictures of several models; "" for one.
+        picture_name: The picture's name in the trackers.
+        use: A command that uses the model in the first path of `write`, for the last line of the run: the script and
+            its flags besides --model; empty: none.
+        watch: (completed updates, line of metrics) -> warnings to print, each in one line. Called on every process for
+            every line, which holds the same reduced values everywhere, those of `validate` among them.
+        is_collective_draw: Call `draw` on every process, so that it may share its work between them and contain
+            collectives. Only the root's picture is written.
+    """
+
+    engine: Any
+    average: Average
+    validate: Callable[[Any, int], Mapping[str, Any]]
+    draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
+    write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
+    best: BestModel | None = None
+    name: str = ""
+    picture_name: str = "reconstructions"
+    use: Sequence[str] = ()
+    watch: Callable[[int, Mapping[str, Any]], Sequence[str]] = lambda step, line: ()
+    is_collective_draw: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.write or not self.best, "best/ is written by the first function of `write`"
+
+
+def final_model(models: Mapping[str, Any]) -> Any:
+    """Choose from the models that `Evaluation.draw` gets the one that the run keeps: the first average if there is
+    any."""
+    return next((model for name, model in models.items() if name != "online"), models["online"])

@@ -1,0 +1,58 @@
+"""The folder of a dry run, which is deleted when the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from tandem.io.writing import hold, is_left_behind
+
+from .starts import starts
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+_PREFIX = ".dry-run-"
+_LOCK = ".dry_run"  # only in the folder of a dry run
+
+
+def folder_beside(output_dir: str, processes: Backend) -> str:
+    """A new folder beside a run folder. The root deletes it when its process ends, at the latest, with the parents that
+    it created, and also the folders of dry runs that were killed on its machine.
+
+    Raises:
+        UserMistake: one line, if it cannot be made.
+    """
+    path = None
+    with processes.raise_on_all_ranks():
+        if processes.is_root:
+            parent = Path(os.path.abspath(output_dir)).parent
+            missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+            parent.mkdir(parents=True, exist_ok=True)
+            for old_folder in filter(_is_left_behind, parent.glob(f"{_PREFIX}*")):
+                shutil.rmtree(old_folder, ignore_errors=True)
+            path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            atexit.register(_delete, Path(path), missing, hold(Path(path, _LOCK)))
+    folder: str = processes.broadcast_object(path)
+    return folder
+
+
+def _is_left_behind(folder: Path) -> bool:
+    """Whether a folder is that of a dry run that was killed on this machine, in which no other run began since."""
+    is_old = not folder.is_symlink() and is_left_behind(folder / _LOCK)
+    return is_old and all("--dry_run" in start.get("command", ()) for start in starts(folder))
+
+
+def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
+    """Delete a folder and its empty parents, then release `lock`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for parent in parents:
+            parent.rmdir()
+    lock.close()
