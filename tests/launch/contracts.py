@@ -130,7 +130,7 @@ def marks_of_a_pass(backend: Backend) -> dict[str, Any]:
     """What the watchdog is told in a forward pass: each phase, and whether weights are gathered meanwhile."""
     model = mlp([7, 3], seed=2)
     engine = backend.wrap(model, adam(model), name="marks")
-    with patch.object(backend.watchdog, "mark") as mark:
+    with patch.object(backend.watchdog, "heartbeat") as mark:
         engine(local(global_batch(0), backend))
     marks = [[call.args[0], call.kwargs.get("gathers", False)] for call in mark.call_args_list]
     return {"marks": marks, "is_sharded": engine.is_sharded}
