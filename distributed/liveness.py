@@ -197,7 +197,7 @@ class Liveness:
     number of the root's present update.
 
     A process sends ["here", token, rank] first; then ["beat", mark] as the answer to ["beat"]; ["met"] when it has
-    entered a meeting, which all get when all have entered it; and at its end ["left"] or ["failed", error]. ["end",
+    entered a barrier, which all get when all have entered it; and at its end ["left"] or ["failed", error]. ["end",
     verdict] tells it why the job ends, ["left"] that the root has left on purpose.
     """
 

@@ -89,7 +89,7 @@ class Signals:
         """From here on there is something to save."""
         self._has_begun = True
 
-    def all_stop(self) -> None:
+    def announce_stop(self) -> None:
         """All processes have agreed to stop, so none is lost. Print that before the run prints that it has saved."""
         self._announce_once(min(self.received, default=None))
 
@@ -207,7 +207,7 @@ class StopRequest:
 
     def __init__(self, comm: Communicator, received: Collection[int] = ()) -> None:
         self._comm, self._received = comm, received
-        self._is_asked = False  # by the last caller of `agreed`
+        self._is_asked = False  # by the last caller of `is_agreed`
         self._pending: tuple[torch.Tensor, Handle] | None = None
         self._has_request_arrived = self._is_summed_with_gradients = False
         # Flags that are on their way from the device to the host, of this call and of the one before.
@@ -219,13 +219,13 @@ class StopRequest:
         """Whether a signal has reached this process; the others may not know it yet."""
         return bool(self._received)
 
-    def agreed(self, here: bool = False, now: bool = False) -> bool:
-        """Collective: whether all processes stop now. ``here``: this process asks them to stop. With several processes
-        a request is reported one call late, on a GPU up to two, so that nothing waits for the sum; with ``now`` the
-        call waits for a sum of its own.
+    def is_agreed(self, by_this_process: bool = False, now: bool = False) -> bool:
+        """Collective: whether all processes stop now. ``by_this_process``: this process asks them to stop. With several
+        processes a request is reported one call late, on a GPU up to two, so that nothing waits for the sum; with
+        ``now`` the call waits for a sum of its own.
         """
-        self._is_asked = here
-        is_requested = here or self.is_requested_here
+        self._is_asked = by_this_process
+        is_requested = by_this_process or self.is_requested_here
         if self._comm.world_size == 1:
             return is_requested
         answer = self.drain() or self._read_gradient_flags()

@@ -24,7 +24,7 @@ from torch import Tensor
 from tandem.io.writing import say
 
 from .collectives import Communicator, Handle
-from .devices import gpu_id, gpus_are_shared, shared_gpu
+from .devices import gpu_id, gpus_are_shared, shared_gpu_error
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
@@ -84,7 +84,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     return is_restart
 
 
-def wait_without_limit() -> None:
+def remove_time_limit() -> None:
     """Let the collectives of all process groups wait for as long as it takes."""
     # The older name is that of PyTorch up to 2.14.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -144,7 +144,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
             number = store.add("starts", 1)
             is_restart = number > 1 or any(was_restarted for _, was_restarted, *_ in entries)
             outside = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
-            mistake = shared_gpu([entry_gpu for *_, entry_gpu in entries])
+            mistake = shared_gpu_error([entry_gpu for *_, entry_gpu in entries])
             store.set("start", json.dumps([tokens_digest, number, is_restart, outside, mistake]))
         if returned_digest and store.check(["start"]):
             start_digest, *start = json.loads(store.get("start"))

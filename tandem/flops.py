@@ -14,7 +14,7 @@ _IS_REPEATED = ContextVar("_IS_REPEATED", default=False)
 
 
 @contextmanager
-def repeated() -> Iterator[None]:
+def recomputation() -> Iterator[None]:
     """Context for operations that an update repeats to save memory: `FlopCounter` leaves them out."""
     token = _IS_REPEATED.set(True)
     try:

@@ -72,7 +72,7 @@ class GradientReducer:
     Args:
         micro_batches: Their number per update.
         stop_flag: The request to stop, whose flag is summed with the last bucket and needs no collective of its own.
-        sent_as: Precision in which the processes exchange gradients; None: their own.
+        reduce_dtype: Precision in which the processes exchange gradients; None: their own.
     """
 
     parameters: list[nn.Parameter]

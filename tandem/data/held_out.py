@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tandem.data.sources.files import is_address
+from tandem.data.sources.files import is_url
 from tandem.data.sources.own import data_of
 
 from .feed import divided
@@ -84,7 +84,7 @@ def count_trained_on(run: argparse.Namespace, samples: SampleDataset, data: str)
 def places_of(run: argparse.Namespace) -> str:
     """The folders of a run's data. Relative paths are resolved from the current folder."""
     folders = [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
-    are_fixed = [folder.startswith("demo:") or is_address(folder) for folder in folders]
+    are_fixed = [folder.startswith("demo:") or is_url(folder) for folder in folders]
     return " and ".join(
         folder if is_fixed else os.path.abspath(folder) for folder, is_fixed in zip(folders, are_fixed, strict=True)
     )
@@ -94,5 +94,5 @@ def _may_share_files(first: str, second: str) -> bool:
     """Whether one of two paths of data is the other, or lies inside it."""
     if any(path.startswith("demo:") for path in (first, second)):
         return False
-    outer, inner = sorted((path if is_address(path) else os.path.realpath(path) for path in (first, second)), key=len)
+    outer, inner = sorted((path if is_url(path) else os.path.realpath(path) for path in (first, second)), key=len)
     return inner == outer or inner.startswith(os.path.join(outer, ""))

@@ -92,7 +92,7 @@ def run_dry(
         timing: list[float] = []
         with _timed(timing, device):
             action.do()
-            failure = run.checkpoints.why_not_saved()
+            failure = run.checkpoints.save_failure()
         if failure:
             run.say(failure)
             raise Failed

@@ -139,7 +139,7 @@ class Generation:
             ):  # some processes may have none left, and wait
                 if start < count:
                     draw(range(start, start + size))
-            self._feed.ask()
+            self._feed.check_stop_request()
 
 
 def sampling_example(args: argparse.Namespace) -> list[str]:

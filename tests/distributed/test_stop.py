@@ -38,10 +38,12 @@ def request_() -> Iterator[StopRequest]:
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: StopRequest) -> None:
-    assert not request_.agreed()
-    assert request_.agreed(here=True) and not request_.agreed()  # a process may ask for it itself, each time
+    assert not request_.is_agreed()
+    assert (
+        request_.is_agreed(by_this_process=True) and not request_.is_agreed()
+    )  # a process may ask for it itself, each time
     os.kill(os.getpid(), number)
-    assert request_.agreed() and request_.agreed()
+    assert request_.is_agreed() and request_.is_agreed()
 
 
 def forked(
@@ -71,7 +73,7 @@ def ended_with(*numbers: signal.Signals, **how: Any) -> tuple[int, str]:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
         signals.close()  # hears what has come
-        os._exit(7 + StopRequest(Communicator(), signals.received).agreed())
+        os._exit(7 + StopRequest(Communicator(), signals.received).is_agreed())
 
     child, said = forked(get_them, **how)
     with said:
@@ -170,7 +172,7 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
     for number in numbers:
         os.kill(os.getpid(), number)
         assert watched.asked.wait(60)
-    watched.signals.all_stop()
+    watched.signals.announce_stop()
     os.write(2, b"saved\n")
     watched.close()
     first, last = capfd.readouterr().err.splitlines(keepends=True)
@@ -208,7 +210,7 @@ def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own
                 received.add(signal.SIGTERM)
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
             reducer.finish()
-            answers.append(stop.agreed())
+            answers.append(stop.is_agreed())
         return answers, process.comm.calls, reducer.gradients
 
     for answers, calls, gradients in on_processes(world_size, work):
@@ -226,11 +228,14 @@ def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of
         for update in range(3):
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
             reducer.finish()
-            answers.append(stop.agreed(here=process.rank == 1 and update == 0))
+            answers.append(stop.is_agreed(by_this_process=process.rank == 1 and update == 0))
         return answers
 
     assert on_processes(2, work) == [[False, True, True]] * 2
-    assert on_processes(2, lambda process: process.stop_requested(here=process.rank == 1, now=True)) == [True] * 2
+    assert (
+        on_processes(2, lambda process: process.stop_requested(by_this_process=process.rank == 1, now=True))
+        == [True] * 2
+    )
 
 
 def test_where_no_gradients_are_sent_a_request_travels_by_itself() -> None:

@@ -503,7 +503,7 @@ def test_the_end_of_a_lost_process_is_told_without_what_libraries_guess_at(
         if threading.current_thread().name == "rank 1":
             return dog.stop(error)
         with pytest.raises(TrainingStopped) as met:
-            dog.meet()
+            dog.barrier()
         explained = dog.explain(RuntimeError(raised))
         dog.stop()
         return str(met.value), str(explained)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from tandem.data.bad_samples import BadDatasetItem, SampleIncomplete, UserCodeError, reason_of
-from tandem.data.decoding.arrays import Array, StoredArray, find_array
+from tandem.data.decoding.arrays import Array, StoredArray, read_array_header
 from tandem.data.fields import Field
 
 from . import own
-from .files import shown
+from .files import redact
 from .opening import expanded
 from .own import ITEM
 from .record import FieldSpec, FileRef, Record, RecordSource
@@ -70,7 +70,7 @@ class EmbeddingField(Field):
         """The array of a record, None if it has none; (1, d), a batch of one, becomes (d,)."""
         content = self.found(record)
         if isinstance(content, FileRef):
-            array = find_array(content).read()
+            array = read_array_header(content).read()
             shape = array.shape[-self.kind.dimensions :]
             return array.reshape(shape) if array.size == math.prod(shape) else array
         return np.asarray(content()) if callable(content) else content
@@ -152,7 +152,7 @@ def embedding_rows(source: RecordSource, kind: Kind, spec: str, *, index_width: 
     arrays: list[StoredArray] = []
     for number in numbers:
         try:
-            arrays.append(find_array(FileRef(files[number])))
+            arrays.append(read_array_header(FileRef(files[number])))
             _check_dimensions(kind, arrays[-1].shape[1:])
         except (OSError, ValueError) as error:
             noun = kind.wanted.noun
@@ -172,7 +172,7 @@ def _load_row(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, 
     array = arrays[tars.shard(index)]
     row = row_of(tars.name(index), index_width)
     if row >= array.shape[0]:
-        raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
+        raise ValueError(f"it is row {row} of {redact(array.entry.path)}, which has only {array.shape[0]}")
     return array.row(row)
 
 

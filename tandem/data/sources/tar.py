@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tandem.data.bad_samples import reason_of
 from tandem.io.reading import DAMAGES, counted, other_kind
 
-from .files import Bytes, is_address
+from .files import RandomAccessFile, is_url
 from .folder import about_skipped, ending_of, skipped_line
 from .index import IndexData, PackedStrings, cached_index, fingerprint_of, largest
 from .record import FieldSpec, FileRef, Record, open_bytes
@@ -176,7 +176,7 @@ def _key(name: str) -> str:
 def _read_state(path: str) -> tuple[int, str]:
     """The size of a tar, and a text that changes with it."""
     try:
-        if is_address(path):
+        if is_url(path):
             from . import remote
 
             return remote.RemoteFile(path).size, remote.version(path)
@@ -188,7 +188,7 @@ def _read_state(path: str) -> tuple[int, str]:
 
 def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
     """The path of the index, one tar or the folder of several, and the paths of the tars relative to it."""
-    if is_address(paths[0]):
+    if is_url(paths[0]):
         return paths[0], [*paths]
     if len(paths) == 1:
         return paths[0], [""]
@@ -284,7 +284,7 @@ class _Pieces:
     """A file that is read forward in pieces: short ones for distant headers, longer and longer ones where headers are
     near each other. From a server, long pieces take no more time."""
 
-    def __init__(self, file: Bytes, is_remote: bool) -> None:
+    def __init__(self, file: RandomAccessFile, is_remote: bool) -> None:
         self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER
         self._near, self._shortest = (_AHEAD_REMOTE, _AHEAD_REMOTE) if is_remote else (_NEAR, _ONE_HEADER)
 
@@ -306,7 +306,7 @@ def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple
     """
     try:
         with open_bytes(path) as file:
-            yield from _read_members(_Pieces(file, is_address(path)), file.size, skipped, ends)
+            yield from _read_members(_Pieces(file, is_url(path)), file.size, skipped, ends)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:

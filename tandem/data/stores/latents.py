@@ -31,7 +31,7 @@ from tandem.data.sources.record import FieldSpec, FileRef, Record
 from tandem.data.sources.rows import Rows
 
 from .codes import StoredCodes
-from .shards import Array, ShardWriter, explained, read_columns
+from .shards import Array, ShardWriter, explain_errors, read_columns
 
 if TYPE_CHECKING:
     from tandem.training.noise import Noise
@@ -145,7 +145,7 @@ class StoredLatents(StoredCodes):
 
     def rows(self, shard: int) -> Tensor:
         """The decoder's input, fp32 (n, d, h, w): the latents, or the means of moments, unscaled."""
-        with explained(self.folder / self.index["shards"][shard]["file"]):
+        with explain_errors(self.folder / self.index["shards"][shard]["file"]):
             scale, shift = _read_scale(self.index)
             return self._read_latents(shard) / scale + shift
 
@@ -154,7 +154,7 @@ class StoredLatents(StoredCodes):
         squares, the minimum and the maximum."""
         statistics: dict[int, list[list[float]]] = {}
         for shard in shards:
-            with explained(self.folder / self.index["shards"][shard]["file"]):
+            with explain_errors(self.folder / self.index["shards"][shard]["file"]):
                 numbers = self._read_latents(shard).double().transpose(0, 1).flatten(1)
             statistics[shard] = [
                 [len(row), *map(float, (row.sum(), row.square().sum(), row.min(), row.max()))]

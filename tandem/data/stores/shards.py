@@ -202,7 +202,7 @@ class StoredArrays:
             elif any(self.folder.glob(f"{name}-*")):
                 reason = "the command that fills it did not finish: start it again; or another program made it"
             raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {reason}")
-        with explained(path):
+        with explain_errors(path):
             content = read_bytes(path, LONGEST_JSON_BYTES)
             self.index: Mapping[str, Any] = parse_json(content)
             self.sha256 = hashlib.sha256(content).hexdigest()
@@ -214,7 +214,7 @@ class StoredArrays:
     def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
         """The rows of a shard, checked against the index; errors of the body are explained, too."""
         entry = self.index["shards"][shard]
-        with explained(path := self.folder / entry["file"]):
+        with explain_errors(path := self.folder / entry["file"]):
             shapes = {self._name: (entry["rows"], *shape)}
             yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
 
@@ -236,7 +236,7 @@ def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
 
 def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Tensor]:
     """The tensors of a shard, of these shapes and some of these types. Raises one of many errors if it is damaged: see
-    `explained`."""
+    `explain_errors`."""
     columns = {}
     with safe_open(check_regular(path), "pt") as file:
         for name, shape in shapes.items():
@@ -273,7 +273,7 @@ def _count_rows(notes: Iterable[Mapping[str, Any]]) -> int:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Turn the errors of a damaged file of a store into a ValueError of one line that names `path`."""
     try:
         yield

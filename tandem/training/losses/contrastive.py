@@ -85,13 +85,15 @@ class Contrastive:
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
         mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
-        whole: Every process computes the loss of the whole batch. The result has the same bits on any number of
+        is_replicated: Every process computes the loss of the whole batch. The result has the same bits on any number of
             processes (for --batch_parts), but work and memory are not divided among them.
     """
 
-    def __init__(self, kind: str, processes: Backend, *, mask_duplicates: bool = True, whole: bool = False) -> None:
+    def __init__(
+        self, kind: str, processes: Backend, *, mask_duplicates: bool = True, is_replicated: bool = False
+    ) -> None:
         assert kind in KINDS, kind
-        self.kind, self.mask_duplicates, self.whole = kind, mask_duplicates, whole
+        self.kind, self.mask_duplicates, self.is_replicated = kind, mask_duplicates, is_replicated
         self._processes = processes
 
     def value_and_gradients(
@@ -117,7 +119,7 @@ class Contrastive:
         audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
         with torch.autocast(audio.device.type, enabled=False):
             sizes = self._gather_sizes(audio, is_even)
-            if not self.whole:
+            if not self.is_replicated:
                 return self._compute_result(self._processes, sizes, audio, text, scale, bias, caption_ids)
             pairs, captions, own_rows = _gather_pairs(self._processes, sizes, audio, text, caption_ids)
             result = self._compute_result(_ALONE, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions)

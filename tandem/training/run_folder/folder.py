@@ -203,7 +203,10 @@ def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[
         UserMistake: one line, if config.yaml cannot be read, or a process does not see it: a later message, such as
             about a missing tokenizer, would mislead.
     """
-    from tandem.training.checkpoint.store import latest_checkpoint, unseen  # not at the top: it imports PyTorch
+    from tandem.training.checkpoint.store import (  # not at the top: it imports PyTorch
+        latest_checkpoint,
+        unseen_folder_message,
+    )
 
     folder, config = Path(args.output_dir), None
     torchruns = processes.torchruns() if args.fresh else []
@@ -220,7 +223,7 @@ def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[
     resumed: dict[str, Any] | None = processes.broadcast_object(config)
     with processes.raise_on_all_ranks():
         if resumed is not None and not os.path.exists(folder / "config.yaml"):
-            raise ValueError(f"cannot resume: {unseen(processes.rank, folder)}")
+            raise ValueError(f"cannot resume: {unseen_folder_message(processes.rank, folder)}")
     return resumed
 
 

@@ -26,7 +26,7 @@ from PIL import Image
 from tandem.data.sampling.workers import Loader
 from tandem.data.sources import remote
 from tandem.data.sources.cache import ShardCache
-from tandem.data.sources.files import is_address, shown
+from tandem.data.sources.files import is_url, redact
 from tandem.data.sources.opening import expanded, open_source
 from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_entry
 from tandem.io.installed import how_to_install
@@ -195,8 +195,8 @@ def test_no_message_holds_a_password_or_a_signature(server):
     server.proxy.always = 403
     for path in ("001.tar?X-Amz-Signature=hunter2", "001.tar#hunter2"):
         failure(read, f"{server.address}/{path}", offset=0)
-    assert shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
-    assert shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
+    assert redact(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
+    assert redact("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
     for address in (f"https://me:{SECRET}@host/a.tar", f"s3://key:{SECRET}@bucket/a", f"https://host/a?sig={SECRET}"):
         assert "config.yaml" in failure(opened, address, kind=ValueError)
 
@@ -303,8 +303,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 
 def test_paths_of_this_machine_are_no_addresses():
-    assert not any(map(is_address, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
-    assert all(map(is_address, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
+    assert not any(map(is_url, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
+    assert all(map(is_url, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
 
 
 def test_the_version_changes_with_the_file(server, tmp_path):
