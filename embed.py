@@ -175,7 +175,7 @@ def unit_means(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The clips (k, n) of a sound, and its note for the index."""
+    """The clips (k, n) of a sound, and its index entry."""
     sample = sounds.load(index)
     return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
 
@@ -245,7 +245,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import torch
 
     from tandem.data.stores.embeddings import Answer, StoredEmbeddings, read_queries
-    from tandem.data.stores.encoding import in_batches
+    from tandem.data.stores.encoding import encode_in_batches
 
     fetch_model(args.model, backend)
     with backend.raise_on_all_ranks():
@@ -260,7 +260,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
             def embed(query: str) -> Tensor:
                 if (clips := clips_of_query(query, embedder.decoder, max_clips)) is None:
                     return embedder.embed_text(query)
-                return unit_means([in_batches(clips, embedder.embed_clips, batch_size)])[0]
+                return unit_means([encode_in_batches(clips, embedder.embed_clips, batch_size)])[0]
 
             vectors = torch.stack([embed(query) for query in queries])
             matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.heartbeat("searching"))

@@ -49,8 +49,8 @@ class TrainingFlags:
 
     init_from: str | None = flag(
         None,
-        "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub), whose shape the flags that "
-        "are not given take over",
+        "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub), whose architecture is taken "
+        "where no flag sets another",
         FOLDER,
         title="model",
     )

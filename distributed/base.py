@@ -216,9 +216,7 @@ class Backend(ABC):
             self._signals.close()
             self.disconnect(is_graceful)
         if stop_error is not None:
-            if (
-                stop_error.on_one_rank and self.world_size > 1
-            ):  # nothing but the launcher would bound the interpreter's exit
+            if stop_error.on_one_rank and self.world_size > 1:  # else only the launcher would bound the exit
                 for stream in (sys.stdout, sys.stderr):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()

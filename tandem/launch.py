@@ -48,9 +48,10 @@ def start_training(
         origin = fetch_model(source, backend) if resumed is None else resumed.get("init_from")
         if source:
             with backend.raise_on_all_ranks():
-                lines = (
-                    adopt_architecture(parser, args) if resumed is None else restore_architecture(parser, args, resumed)
-                )
+                if resumed is None:
+                    lines = adopt_architecture(parser, args)
+                else:
+                    lines = restore_architecture(parser, args, resumed)
             for line in lines:
                 backend.say(line)
             settings = parser.settings(args)

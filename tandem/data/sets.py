@@ -14,7 +14,7 @@ from tandem.data.decoding.images import CENTER, Crop
 from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
 from tandem.data.sources.embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from tandem.data.sources.opening import open_source
-from tandem.data.sources.own import OwnData, OwnSource, data_of
+from tandem.data.sources.own import DatasetSpec, UserDatasetSource, data_of
 from tandem.data.sources.record import FieldSpec, RecordSource
 
 from .decoding import sounds, videos
@@ -35,7 +35,7 @@ from .tokenizers import Tokenizer
 if TYPE_CHECKING:
     from tandem.distributed import Backend
 
-Spec = str | OwnData | None
+Spec = str | DatasetSpec | None
 
 _LARGEST_CLIP_BYTES = 1 << 32
 _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
@@ -43,7 +43,7 @@ _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of
 
 def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **numbers: Any) -> RecordSource:
     """The source that a flag names: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
-    (`OwnData`); or a path, see `open_source`. No sample is opened.
+    (`DatasetSpec`); or a path, see `open_source`. No sample is opened.
 
     Args:
         field_specs: What fields look for; the first one makes a sample.
@@ -52,8 +52,8 @@ def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: 
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
-    if isinstance(spec, OwnData):
-        return OwnSource(spec)
+    if isinstance(spec, DatasetSpec):
+        return UserDatasetSource(spec)
     demo = demo_name(kind)
     return open_demo(spec or demo, kind, seed) or open_source(str(spec), field_specs, demo=demo, **numbers)
 
@@ -106,7 +106,7 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
     clips = videos.ClipDecoder(image_size, num_frames, **options)
     fields = [ClipField(clips, flip)]
     source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
-    if not isinstance(source, DemoSource | OwnSource):
+    if not isinstance(source, DemoSource | UserDatasetSource):
         videos.require_decoder()
     return SampleDataset(source, fields)
 
@@ -143,7 +143,7 @@ def open_sounds(
     source = _open_sound_source(spec, fields, seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
-    if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
+    if tokenizer and not isinstance(source, UserDatasetSource) and not has(source, "texts"):
         raise ValueError(
             f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
             "to be a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, "
@@ -209,7 +209,7 @@ def open_conditioned(
     field_specs = [*(field.wanted for field in fields), *(kind.wanted for kind in stored_kinds)]
     source = open_records(spec, field_specs, "scenes", seed, **numbers)
     selects_shards = numbers.get("start_shard") or numbers.get("end_shard") is not None
-    if selects_shards and isinstance(source, DemoSource | OwnSource):
+    if selects_shards and isinstance(source, DemoSource | UserDatasetSource):
         raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
     for kind in [] if tokenize else takes:
         embedding = (
@@ -227,7 +227,7 @@ def open_conditioned(
                 f"texts of {embedding.shape[0]} tokens are longer than --max_text_len {longest_text}: raise it"
             )
         fields.append(embedding)
-    is_own = isinstance(source, OwnSource)
+    is_own = isinstance(source, UserDatasetSource)
     if flip and ((takes and not tokenize) or (not is_own and has(source, "texts"))):
         raise ValueError(_NO_FLIP)
     return SampleDataset(source, fields)

@@ -30,10 +30,10 @@ from tandem.training.logging.progress import (
     ProgressDisplay,
     changes,
     closing_lines,
+    describe_length,
     describe_part,
     duration,
-    length_of,
-    plain,
+    format_setting,
     total_steps_from,
 )
 from tandem.training.logging.trackers import Trackers
@@ -98,7 +98,9 @@ class Run:
             )
         size = feed.samples_per_epoch
         total_steps = processes.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
-        self._length_flag, self.length = length_of(args.epochs, args.max_steps, size, args.batch_size, args.max_minutes)
+        self._length_flag, self.length = describe_length(
+            args.epochs, args.max_steps, size, args.batch_size, args.max_minutes
+        )
         self.progress = Progress(args.batch_size, size, total_steps)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
@@ -213,7 +215,7 @@ class Run:
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
         self.display = ProgressDisplay(
             self.progress, processes.is_root, columns=self._columns,
-            most_left=lambda: self.clock.run_seconds - self.clock.seconds,
+            max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
         )  # fmt: skip
         self.display.remember(self.tracker.last_validation)
         for line in messages:
@@ -229,7 +231,7 @@ class Run:
             for line in changes(written_by, processes.describe()):
                 self.say(line)
             for name, (old, new) in changed_flags.items():
-                self.say(f"--{name} was {plain(old)} and is now {plain(new)}")
+                self.say(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
         if self.is_complete:
             self.say(
                 f"this run is finished, its model is in {self.folder.model_dir}; "

@@ -27,7 +27,7 @@ from tandem.data.fields import (
 )
 from tandem.data.sets import open_records
 from tandem.data.sources.embeddings import IMAGE, TEXT, EmbeddingField
-from tandem.data.sources.own import OwnData
+from tandem.data.sources.own import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.sources import FILES, Record, encoded, gif, npy, wav
 from tests.scripts import TOKENIZER
@@ -146,7 +146,7 @@ FIELDS = {
 
 def opened(case: Case, spec: Path | str) -> SampleDataset:
     fields = case.fields()
-    own = OwnData(spec, argparse.Namespace(seed=0)) if isinstance(spec, str) else str(spec)
+    own = DatasetSpec(spec, argparse.Namespace(seed=0)) if isinstance(spec, str) else str(spec)
     return SampleDataset(open_records(own, [field.wanted for field in fields], "shapes", 0), fields)
 
 

@@ -90,7 +90,7 @@ def test_each_wanted_picture_is_measured_once_beside_its_own_real_one_on_any_num
     def work(process: Process) -> None:
         feed = SimpleNamespace(check_stop_request=lambda: None, validation_samples=of)
         generation = Generation(feed, lambda batch: {"shades": batch["shades"]}, None, process, 0)
-        generation.judge(SimpleNamespace(image_sizes=[4], sample=sample), count, Quality(), None)
+        generation.measure(SimpleNamespace(image_sizes=[4], sample=sample), count, Quality(), None)
 
     on_processes(world, work)
     assert sorted(number for number, *_ in judged) == list(range(count))

@@ -83,7 +83,7 @@ class EmbeddingField(Field):
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
                 limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise own.refused(array, f"a {noun} of {limit.format(self.shape)}")
+                raise own.item_error(array, f"a {noun} of {limit.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
@@ -107,7 +107,7 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
             record = source.record(example)
             array = probe.numbers(record)
             if array is None and ITEM in record:
-                raise own.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
+                raise own.missing_array_error(record[ITEM], kind.wanted.name, kind.dimensions)
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)

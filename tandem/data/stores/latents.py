@@ -116,7 +116,7 @@ class LatentWriter(ShardWriter):
         super().__init__(*arguments, npy=npy)
         self._noise = noise
 
-    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+    def columns(self, rows: Tensor, entries: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
         settings, (latents, deviation) = self.output.settings, rows.chunk(2, dim=2)
         if settings["latent"] == "sample":
             noise = [self._noise.normal(view, items, latents.shape[2:]) for view in range(latents.shape[1])]
@@ -127,7 +127,7 @@ class LatentWriter(ShardWriter):
         latents = latents.to(getattr(torch, settings["dtype"]))
         if not latents.isfinite().all():
             raise ValueError(f"latents are not finite in {settings['dtype']}: give --latent_dtype bf16 or fp32")
-        labels = torch.tensor([note["label"] for note in notes], dtype=torch.int64)
+        labels = torch.tensor([entry["label"] for entry in entries], dtype=torch.int64)
         return {**dict(zip((LATENTS, FLIPPED), latents.unbind(1), strict=False)), LABELS: labels}
 
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:

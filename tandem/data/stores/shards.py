@@ -46,12 +46,12 @@ class EncodedShard(NamedTuple):
 
     Args:
         parts: Arrays (n, ...), together the rows of the items that could be read, in order.
-        notes: The index entries of each item that could be read, with COUNT and GRID, see `row_count`.
+        entries: The index entries of each item that could be read, with COUNT and GRID, see `row_count`.
         bad: The items that could not be read.
     """
 
     parts: Sequence[Any]
-    notes: list[dict[str, Any]]
+    entries: list[dict[str, Any]]
     bad: list[BadSample]
 
 
@@ -119,7 +119,7 @@ class ShardWriter:
                 self._write_index(counted)
         return sum(len(self._items[k]) for k in missing), log.count, seconds
 
-    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+    def columns(self, rows: Tensor, entries: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
         """The tensors of a file, each (n, ...), by name, of the rows of the items with these numbers."""
         return {self._name: rows}
 
@@ -132,14 +132,14 @@ class ShardWriter:
 
     def _write(self, shard: int, encoded: EncodedShard) -> None:
         rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
-        notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
-        assert (len(notes) + len(bad), _count_rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
-        columns = self.columns(rows, notes, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
+        entries, bad = encoded.entries, [[sample.index, sample.reason] for sample in encoded.bad]
+        assert (len(entries) + len(bad), _count_rows(entries)) == (len(self._items[shard]), len(rows)), (shard, encoded)
+        columns = self.columns(rows, entries, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
         for name, array in self.arrays(shard, columns) if self._with_npy else ():
             content = io.BytesIO()  # before the shard, whose existence means that all is complete
             np.save(content, array, allow_pickle=False)
             self.output.write(name, content.getvalue())
-        self.output.write(self._file(shard), shard_bytes(columns, notes=notes, bad=bad))
+        self.output.write(self._file(shard), shard_bytes(columns, notes=entries, bad=bad))
 
     def _read_metadata(self, shard: int) -> Any:
         with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
@@ -163,13 +163,13 @@ class ShardWriter:
         shards, bad = [], []
         for shard, items in enumerate(self._items):
             metadata, row = self._read_metadata(shard), 0
-            reasons, notes = dict(metadata["bad"]), iter(metadata["notes"])
+            reasons, entries = dict(metadata["bad"]), iter(metadata["notes"])
             for index in items:
                 path = self._names[index]
                 if index in reasons:
                     bad.append({"path": path, "reason": reasons[index]})
                 else:
-                    lines.append({"path": path, "shard": shard, "row": row, **next(notes)})
+                    lines.append({"path": path, "shard": shard, "row": row, **next(entries)})
                     row += row_count(lines[-1])
             shards.append({"file": self._file(shard), "rows": row, "sha256": metadata["sha256"]})
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -263,13 +263,13 @@ def _dtype_name(column: Tensor) -> str:
     return str(column.dtype).removeprefix("torch.")
 
 
-def row_count(note: Mapping[str, Any]) -> int:
+def row_count(entry: Mapping[str, Any]) -> int:
     """The number of rows of an item, by its entry in the index."""
-    return int(note.get(COUNT, 1) * math.prod(note.get(GRID, ())))
+    return int(entry.get(COUNT, 1) * math.prod(entry.get(GRID, ())))
 
 
-def _count_rows(notes: Iterable[Mapping[str, Any]]) -> int:
-    return sum(row_count(note) for note in notes)
+def _count_rows(entries: Iterable[Mapping[str, Any]]) -> int:
+    return sum(row_count(entry) for entry in entries)
 
 
 @contextlib.contextmanager

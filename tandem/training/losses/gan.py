@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.devices import widest
+from tandem.devices import sum_dtype
 from tandem.flops import recomputation
 
 from .adversarial import (
@@ -98,13 +98,8 @@ class GANLoss:
     ) -> None:  # fmt: skip
         self._args, self._generator, self._discriminator, self._processes = args, generator, discriminator, processes
         self._quantizer: Quantizer = generator.module.quantizer
-        self._images, self._reconstruction_loss, self._log, self._make_loss_inputs = (
-            images,
-            reconstruction_loss,
-            log,
-            loss_inputs,
-        )
-        self._make_generator_inputs = generator_inputs
+        self._images, self._reconstruction_loss, self._log = images, reconstruction_loss, log
+        self._make_loss_inputs, self._make_generator_inputs = loss_inputs, generator_inputs
         self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
         self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
 
@@ -159,7 +154,7 @@ class GANLoss:
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
         # not change the result. A head that takes no part has no mean.
         shape, device = (2, self._heads), self._processes.device
-        self._logit_means = torch.full(shape, torch.nan, dtype=widest(device), device=device)
+        self._logit_means = torch.full(shape, torch.nan, dtype=sum_dtype(device), device=device)
         micro_batches = self._micro_batches_of(self._discriminator)
         for index, ((images, inputs, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
             head_logits = heads_of(self._discriminator(torch.cat([images, fake]), **_double(inputs)))
@@ -239,19 +234,17 @@ class GANLoss:
             weight = self._args.gan_weight * self._args.gan_weight_scale
             return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
         gradients = torch.stack([loss.last_layer_gradients for loss in losses if loss.last_layer_gradients is not None])
-        mean_gradients = self._processes.mean(gradients.to(widest(gradients.device)).mean(0)).float()
+        mean_gradients = self._processes.mean(gradients.to(sum_dtype(gradients.device)).mean(0)).float()
         weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._args.gan_weight_max)
         return weight * self._args.gan_weight_scale
 
     def _micro_batches_of(self, engine: Any) -> Iterator[_MicroBatch]:
         """The images and further arguments of each micro-batch."""
         for loader_batch in engine.micro_batches(self._batch):
-            generator_inputs = (
-                self._make_generator_inputs(loader_batch, self._step) if engine is self._generator else {}
-            )
-            yield _MicroBatch(
-                self._images(loader_batch), self._make_loss_inputs(loader_batch, self._step), generator_inputs
-            )
+            loss_inputs, generator_inputs = self._make_loss_inputs(loader_batch, self._step), {}
+            if engine is self._generator:
+                generator_inputs = self._make_generator_inputs(loader_batch, self._step)
+            yield _MicroBatch(self._images(loader_batch), loss_inputs, generator_inputs)
 
 
 def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

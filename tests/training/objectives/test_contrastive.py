@@ -118,7 +118,7 @@ def test_the_collapsed_value_is_the_loss_of_equal_embeddings(kind: str, captions
         bias = torch.full((2,), math.log(7 / negatives) - 7.0 + off, dtype=torch.float64)
         result = shared(kind, [same, same, scales, bias, ids], [3, 0, 4])[1]
         losses.append(float(result.loss))
-    assert float(result.collapsed) == pytest.approx(losses[0], rel=1e-12)
+    assert float(result.collapsed_loss) == pytest.approx(losses[0], rel=1e-12)
     assert kind != "sigmoid" or losses[0] == min(losses)
 
 
