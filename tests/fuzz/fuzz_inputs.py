@@ -161,7 +161,7 @@ def write_inputs(folder: Path) -> None:
     """Make all inputs. Takes some seconds."""
     torch.manual_seed(0)
     small = {"image_size": 16, "num_tokens": 16, "codebook_dim": 4, "hidden_dim": 4, "num_layers": 2}
-    vae, unets = DiscreteVAE.made(small), decoder()
+    vae, unets = DiscreteVAE.from_dict(small), decoder()
     models = vae, vqgan(), mulan(), video_tokenizer(), unets
     for name, model in zip(MODELS, models, strict=True):
         model.save_pretrained(folder / name)

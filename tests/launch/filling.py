@@ -40,7 +40,7 @@ write_atomically = tandem.io.writing.write_atomically
 
 def vqgan(seed: int = 0, **options: Any) -> VQGAN:
     torch.manual_seed(seed)
-    return VQGAN.made({"image_size": SIZE, "dim": 4, "num_layers": 2, "codebook_size": 512, **options}).eval()
+    return VQGAN.from_dict({"image_size": SIZE, "dim": 4, "num_layers": 2, "codebook_size": 512, **options}).eval()
 
 
 def autoencoder(seed: int = 0, **options: Any) -> VQGAN:
@@ -52,14 +52,14 @@ def mulan(seed: int = 0, **options: Any) -> MuLaN:
     sizes = {"audio_dim": 16, "audio_depth": 1, "text_dim": 16, "text_depth": 1, "heads": 2, "dim_head": 8}
     hearing = {"sample_rate": RATE, "clip_seconds": CLIP / RATE, "n_fft": 128, "hop_length": 64, "n_mels": 16}
     torch.manual_seed(seed)
-    return MuLaN.made({**sizes, **hearing, "patch_size": 8, "max_text_tokens": 16, "dim_latent": 8, **options}).eval()
+    return MuLaN.from_dict({**sizes, **hearing, "patch_size": 8, "max_text_tokens": 16, "dim_latent": 8, **options}).eval()
 
 
 def video_tokenizer(seed: int = 0, **options: Any) -> VideoTokenizer:
     sizes = {"init_dim": 4, "input_kernel": 3, "patch_size": 2, "norm": "rms", "codebook_size": 512}
     layers = "residual,compress_space:8,compress_time:8"
     torch.manual_seed(seed)
-    return VideoTokenizer.made({"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
+    return VideoTokenizer.from_dict({"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
 
 
 def write_image(path: Path, seed: int, height: int = 20, width: int = 24) -> None:

@@ -182,7 +182,7 @@ def write_latents(folder: Path) -> None:
     """A small model of continuous latents."""
     torch.manual_seed(7)
     shape = {"ch_mult": [1, 2, 2], "attention_levels": [1], "num_resnet_blocks": [2]}
-    VQGAN.made({**TAMING, **shape, "image_size": 16, "dim": 8, "quantizer": "kl"}).save_pretrained(folder)
+    VQGAN.from_dict({**TAMING, **shape, "image_size": 16, "dim": 8, "quantizer": "kl"}).save_pretrained(folder)
 
 
 def pictures(run_folder: Path) -> dict[str, np.ndarray]:

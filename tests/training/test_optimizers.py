@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("kind", "arguments"), MODELS.values(), ids=MODELS)
 def test_no_scale_no_bias_and_no_missing_condition_decays(kind: str, arguments: dict[str, Any]) -> None:
     with torch.device("meta"):  # shapes alone
-        model = getattr(models, kind).made(arguments)
+        model = getattr(models, kind).from_dict(arguments)
     decaying = {id(weight) for weight in make_optimizer(model, 0.1, (0.9, 0.99), 0.5).param_groups[0]["params"]}
     names = {name for name, weight in model.named_parameters() if id(weight) in decaying}
     not_weights = ("gamma", "bias", "gain", "scale", "null_kv", "null_image_embed", "null_text_embed")

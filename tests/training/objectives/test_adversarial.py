@@ -152,7 +152,7 @@ def test_zero_centred_penalty_has_its_closed_forms() -> None:
 @pytest.mark.parametrize("penalty", ["one_centred", "zero_centred"])
 def test_penalties_are_means_in_fp32_that_do_not_depend_on_how_the_batch_is_cut(penalty: str) -> None:
     torch.manual_seed(0)
-    model, real, fake = Discriminator.made({"dim": 4, "layers": 1}), torch.rand(6, 3, 8, 8), torch.rand(6, 3, 8, 8)
+    model, real, fake = Discriminator.from_dict({"dim": 4, "layers": 1}), torch.rand(6, 3, 8, 8), torch.rand(6, 3, 8, 8)
 
     def heads(x: Tensor) -> list[Tensor]:
         return [model(x), model(x.flip(1)) * 2]

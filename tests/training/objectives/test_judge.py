@@ -47,7 +47,7 @@ def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
     sizes = {"codebook_size": size, "image_size": 16, "dim": 8, "num_layers": 2}
     config = VQGANConfig(quantizer=quantizer, inv_temperature=1.0, **sizes)
     generator = VQGAN(config)
-    return generator, Discriminator.made({"dim": 8, "layers": 2})
+    return generator, Discriminator.from_dict({"dim": 8, "layers": 2})
 
 
 class Game(GANLoss):
@@ -209,7 +209,7 @@ def of_frames(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dic
 def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(backend: Backend, penalty: str) -> None:
     """Three heads, of which those of clips are idle in the second of three updates, on images; the frames are given."""
     torch.manual_seed(0)
-    generator, discriminator = Reconstructor(), VideoDiscriminator.made({"dim": 4, "layers": 2})
+    generator, discriminator = Reconstructor(), VideoDiscriminator.from_dict({"dim": 4, "layers": 2})
     start, (plain_g, plain_d) = (copy.deepcopy((generator, discriminator)) for _ in range(2))
     game = Game(
         backend, generator, discriminator, {"lecam_weight": 0.3, "penalty": penalty, "penalty_weight": 0.2},
