@@ -184,7 +184,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     import numpy as np
 
-    from tandem.data.sets import open_spread
+    from tandem.data.sets import open_sounds_in_clips
     from tandem.data.sources.rows import parts_of
     from tandem.data.stores.embeddings import EMBEDDINGS
     from tandem.data.stores.encoding import encode_batches
@@ -195,7 +195,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     with backend.raise_on_all_ranks():
         embedder = open_embedder(args.model, args.batch_size, backend)
         backend.heartbeat("listing the samples", is_uninterrupted=True)
-        sounds = open_spread(args.audio, embedder.decoder, args.max_clips)
+        sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
         parts = parts_of(sounds.source)  # of files, if a table states parts

@@ -463,7 +463,7 @@ class Backend(ABC):
         Collective; the answer is the same on all processes. With several processes a request is reported one call late,
         on GPUs up to two; with ``now`` the call waits and reports it at once. Before the first call and the first
         update a signal ends this process at once."""
-        self._signals.begin()
+        self._signals.enable_saving()
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         with self._in_collective("asking whether to stop"):
             answer = self.stop.is_agreed(by_this_process or self._is_orphan(), now)
@@ -473,7 +473,7 @@ class Backend(ABC):
 
     def about_to_update(self) -> None:
         """For engines: an update is about to change weights and moments, and from now on there is something to save."""
-        self._signals.begin()
+        self._signals.enable_saving()
         self.finish_copies()
 
     def _is_orphan(self) -> bool:

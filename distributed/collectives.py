@@ -21,10 +21,11 @@ class Handle(Protocol):
 
 class Communicator:
     """Collectives, built on two that a backend defines: ``all_reduce_`` and ``all_gather``. Every process calls them in
-    the same order, with the same ``name``. This class serves a single process and is the handle of its sums.
+    the same order, with the same ``name``. This class itself is the communicator of a single process,
+    whose all-reduces are done at once: it is their handle, too.
 
     Objects and numbers are exchanged between the CPUs, through Gloo: NCCL would queue them behind the device's other
-        work, and the host would wait for that."""
+    work, and the host would wait for that."""
 
     rank = 0
     world_size = 1

@@ -14,7 +14,7 @@ from tandem.data.sources.own import data_of
 
 from .feed import divided
 from .fields import ConcatSamples, SampleDataset
-from .sets import images_of, videos_of
+from .sets import image_opener, video_opener
 
 
 class Part(SampleDataset):
@@ -48,10 +48,10 @@ class DataSplit(NamedTuple):
 
 
 def divided_by(run: argparse.Namespace, **image_options: Any) -> DataSplit:
-    """The current data of a run with these arguments; `image_options`: see `images_of`. Raises ValueError, in one line,
-    if there are no such samples or too few."""
+    """The current data of a run with these arguments; `image_options`: see `image_opener`. Raises ValueError, in one
+    line, if there are no such samples or too few."""
     is_video = run.data_flag == "video_folder"
-    open_set = videos_of(run) if is_video else images_of(run, **image_options)
+    open_set = video_opener(run) if is_video else image_opener(run, **image_options)
     spec = data_of(run, run.data_flag)
     samples = open_set(spec)
     train, *other_splits = divided(samples, run, str(spec))
@@ -61,7 +61,7 @@ def divided_by(run: argparse.Namespace, **image_options: Any) -> DataSplit:
     if run.valid_folder:
         held_out_samples = ConcatSamples(held_out_samples, open_set(run.valid_folder))
     if is_video and run.image_folder:
-        train_samples = ConcatSamples(train_samples, images_of(run)(run.image_folder))
+        train_samples = ConcatSamples(train_samples, image_opener(run)(run.image_folder))
     return DataSplit(train_samples, held_out_samples, samples.fingerprint)
 
 

@@ -33,7 +33,7 @@ KINDS = {
 
 
 def opened(path: Path) -> Any:
-    return open_source(str(path), [ImageField(8).wanted, TEXTS], demo="demo:shapes")
+    return open_source(str(path), [ImageField(8).spec, TEXTS], demo="demo:shapes")
 
 
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -228,7 +228,7 @@ import os, sys, time
 import psutil
 sys.path.insert(0, {str(ROOT)!r})
 from tandem.data import workers
-workers._BEGIN_SECONDS = (1, 1)
+workers._START_TIMEOUTS = (1, 1)
 forks = []
 
 def hang():  # as a lock does that another thread held, before the child's os.fork returns

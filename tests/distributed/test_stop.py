@@ -28,7 +28,7 @@ def request_() -> Iterator[StopRequest]:
     of_pytest = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored, as under nohup
     before = [signal.getsignal(number) for number in SIGNALS]
     signals = Signals(lambda: False, is_root=True)
-    signals.begin()
+    signals.enable_saving()
     assert all(signal.getsignal(number) != handler for number, handler in zip(SIGNALS, before, strict=True))
     yield StopRequest(Communicator(), signals.received)
     signals.close()
@@ -58,7 +58,7 @@ def forked(
         for number in SIGNALS:  # pytest itself may run under nohup
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         signals = Signals(lambda: False, is_root=rank == 0)
-        signals.begin()
+        signals.enable_saving()
         do(signals)
     os.close(writer)
     return child, open(reader)
@@ -131,7 +131,7 @@ class Watched:
     def __init__(self, is_lost: bool = False, is_orphan: bool = False) -> None:
         self.before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.asked, self.free, self.is_lost, self.heard = threading.Event(), threading.Event(), is_lost, list[int]()
-        self.signals = Signals(lambda: is_orphan and self.signals._has_begun, is_root=True)  # private: it ends a start
+        self.signals = Signals(lambda: is_orphan and self.signals._can_save, is_root=True)  # private: it ends a start
         dog = SimpleNamespace(hear_signal=self.heard.append, verdict_within=self.verdict_within)
         self.signals.watchdog = dog  # type: ignore[assignment]
 
@@ -150,7 +150,7 @@ class Watched:
 def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it_and_the_watchdog_hears_it(is_lost: bool) -> None:
     watched = Watched(is_lost)
     os.kill(os.getpid(), signal.SIGTERM)
-    watched.signals.begin()
+    watched.signals.enable_saving()
     watched.close()
     assert watched.signals.received == {signal.SIGTERM} and watched.heard == [signal.SIGTERM]
 
@@ -168,7 +168,7 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
     numbers: list[signal.Signals], is_orphan: bool, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watched = Watched(is_orphan=is_orphan)
-    watched.signals.begin()
+    watched.signals.enable_saving()
     for number in numbers:
         os.kill(os.getpid(), number)
         assert watched.asked.wait(60)
@@ -182,7 +182,7 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
 def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor_is_closed_twice() -> None:
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # under nohup not SIGHUP
     signals = Signals(lambda: False, is_root=True)
-    signals.begin()
+    signals.enable_saving()
     child = os.fork()
     if child == 0:
         is_default = all(signal.getsignal(number) == signal.SIG_DFL for number in heard)

@@ -177,7 +177,7 @@ def test_processes_that_share_a_gpu_are_refused_in_one_line(backend: str) -> Non
 from tandem import distributed
 from tandem.distributed import devices
 from tests.processes import parsed
-devices.shared_gpu = lambda gpus: f"they share a GPU: {{gpus}}"
+devices.shared_gpu_error = lambda gpus: f"they share a GPU: {{gpus}}"
 with distributed.from_args(parsed("--distributed_backend", "{backend}", batch_size=1)):
     print("started")
 """

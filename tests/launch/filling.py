@@ -52,7 +52,9 @@ def mulan(seed: int = 0, **options: Any) -> MuLaN:
     sizes = {"audio_dim": 16, "audio_depth": 1, "text_dim": 16, "text_depth": 1, "heads": 2, "dim_head": 8}
     hearing = {"sample_rate": RATE, "clip_seconds": CLIP / RATE, "n_fft": 128, "hop_length": 64, "n_mels": 16}
     torch.manual_seed(seed)
-    return MuLaN.from_dict({**sizes, **hearing, "patch_size": 8, "max_text_tokens": 16, "dim_latent": 8, **options}).eval()
+    return MuLaN.from_dict(
+        {**sizes, **hearing, "patch_size": 8, "max_text_tokens": 16, "dim_latent": 8, **options}
+    ).eval()
 
 
 def video_tokenizer(seed: int = 0, **options: Any) -> VideoTokenizer:

@@ -218,7 +218,7 @@ class Numbers:
             raise IndexError(index)
         return int.from_bytes(self._index.read(self._offset + 8 * index, 8), sys.byteorder, signed=True)
 
-    def whole(self) -> npt.NDArray[np.int64]:
+    def to_numpy(self) -> npt.NDArray[np.int64]:
         """All of them, in memory."""
         return np.frombuffer(self._index.read(self._offset, 8 * self._n), np.int64)
 

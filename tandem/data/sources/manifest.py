@@ -121,7 +121,7 @@ def _read_rows(
         raw.seek(0)
         with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
-            endings = specs[0].taken
+            endings = specs[0].all_endings
             for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):
                 names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}

@@ -74,10 +74,10 @@ def _find_files(path: str) -> Files | None:
     if not is_url(path):
         if os.path.exists(path):
             return Files([path]) if os.path.isfile(path) else None
-        return Files(expanded(path)) if _BRACES.search(path) or glob.has_magic(path) else None
+        return Files(expand_pattern(path)) if _BRACES.search(path) or glob.has_magic(path) else None
     remote.check_address(path)
     if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _ON_SERVERS):
-        return Files(expanded(path))
+        return Files(expand_pattern(path))
     files = remote.listed(path)
     set_files = [file for file in files if _all_end_with([file], (".tar",))]
     if not set_files:
@@ -140,7 +140,7 @@ def _select_tars(paths: list[str], first: int, last: int | None) -> list[str]:
     return selected
 
 
-def expanded(pattern: str) -> list[str]:
+def expand_pattern(pattern: str) -> list[str]:
     """Paths of `{000..010}`, `{a,b}` and `*`, in order. Raises ValueError, in one line, if there are none, or it is an
     address with a password."""
     if is_url(pattern):

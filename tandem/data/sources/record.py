@@ -42,7 +42,7 @@ class FieldSpec(NamedTuple):
     further: tuple[str, ...] = ()
 
     @property
-    def taken(self) -> tuple[str, ...]:
+    def all_endings(self) -> tuple[str, ...]:
         """All endings."""
         return self.endings + self.further
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tandem.data.decoding.texts import read_sentence, sentence
 from tandem.data.fields import Field, ImageField, SampleDataset
-from tandem.data.sets import has, open_records
+from tandem.data.sets import has_content, open_records
 from tandem.data.sources.record import FieldSpec, FileRef, Record
 from tandem.data.sources.rows import Rows
 
@@ -60,12 +60,12 @@ class LabelField(Field):
     name_of: Callable[[int], str]
     is_needed: bool = True
 
-    wanted: ClassVar[FieldSpec] = FieldSpec("class", "class", (".cls",), ("cls", "label"), as_cells=True)
+    spec: ClassVar[FieldSpec] = FieldSpec("class", "class", (".cls",), ("cls", "label"), as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         if not self.is_said:
             return {"label": self.numbers.get(_first_folder(self.name_of(index)), len(self.numbers))}
-        cls = record.get(self.wanted.name)
+        cls = record.get(self.spec.name)
         text = read_sentence(cls) if isinstance(cls, FileRef) else sentence(str(next(iter((cls or {}).values()), "")))
         number = self.numbers.get(text, text)
         if not _CLASS.fullmatch(str(number)):
@@ -86,8 +86,8 @@ def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Sampl
     tars, are numbered in sorted order, as by torchvision's ImageFolder. See `open_records` for `spec` and what is
     raised, and `ImageField` for the arguments."""
     image, names = ImageField(**options), list[str]()
-    source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
-    is_stated = has(source, LabelField.wanted.name)
+    source = open_records(spec, [image.spec, LabelField.spec], "shapes", image.seed)
+    is_stated = has_content(source, LabelField.spec.name)
     if is_stated:
         names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
     else:

@@ -137,7 +137,7 @@ class ProgressDisplay:
 
     Args:
         columns: See `MetricsTable`.
-        most_left: Seconds after which the run ends in any case.
+        max_seconds_left: Seconds after which the run ends in any case.
     """
 
     def __init__(

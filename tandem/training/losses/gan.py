@@ -241,10 +241,8 @@ class GANLoss:
     def _micro_batches_of(self, engine: Any) -> Iterator[_MicroBatch]:
         """The images and further arguments of each micro-batch."""
         for loader_batch in engine.micro_batches(self._batch):
-            loss_inputs, generator_inputs = self._make_loss_inputs(loader_batch, self._step), {}
-            if engine is self._generator:
-                generator_inputs = self._make_generator_inputs(loader_batch, self._step)
-            yield _MicroBatch(self._images(loader_batch), loss_inputs, generator_inputs)
+            inputs = self._make_generator_inputs(loader_batch, self._step) if engine is self._generator else {}
+            yield _MicroBatch(self._images(loader_batch), self._make_loss_inputs(loader_batch, self._step), inputs)
 
 
 def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

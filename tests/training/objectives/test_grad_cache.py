@@ -84,7 +84,7 @@ def backward(engine: Any, processes: Any, contrastive: Contrastive, batch: dict[
     """The backward passes of an update, as the script makes them."""
     cache = GradCache(engine, processes, contrastive, batch, inputs)
     for micro in engine.micro_batches(batch):
-        loss = cache.carried(engine(**inputs(micro)), micro["caption_ids"])
+        loss = cache.surrogate_loss(engine(**inputs(micro)), micro["caption_ids"])
         engine.backward(loss, items=1, total=1)
     return cache.result
 

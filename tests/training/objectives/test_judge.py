@@ -186,7 +186,7 @@ class Reconstructor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Conv3d(3, 4, (1, 3, 3), padding=(0, 1, 1)), nn.Conv3d(4, 3, 3, padding=(0, 1, 1))
-        self.quantizer = SimpleNamespace(needs_observation=False, after_update=lambda *_: None)
+        self.quantizer = SimpleNamespace(needs_stats=False, after_step=lambda *_: None)
 
     def forward(self, videos: Tensor) -> SimpleNamespace:
         features = self.first(videos).tanh()
