@@ -227,7 +227,7 @@ HANGS = f"""
 import os, sys, time
 import psutil
 sys.path.insert(0, {str(ROOT)!r})
-from tandem.data import workers
+from tandem.data.sampling import workers
 workers._START_TIMEOUTS = (1, 1)
 forks = []
 

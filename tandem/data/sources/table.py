@@ -215,10 +215,10 @@ class _ArrowFile:
         self._map = None if is_url(path) else pa.memory_map(path).read_buffer()
         offset = 0
         with open_bytes(path, ahead=1 << 16) as file:
-            while (heartbeat := file.pread(8, offset)) != _END_OF_STREAM:
-                size = 8 + int.from_bytes(heartbeat[4:], "little")
+            while (marker := file.pread(8, offset)) != _END_OF_STREAM:
+                size = 8 + int.from_bytes(marker[4:], "little")
                 header = (
-                    file.pread(size, offset) if heartbeat[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
+                    file.pread(size, offset) if marker[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
                 )
                 if len(header) < size:
                     raise ValueError("it is cut off, or no stream of Arrow: write it as a stream, or as parquet")
