@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.commands import parser_of
+from tandem.commands import script_parser
 from tandem.config.converters import average_length, positive_int
 from tandem.config.parser import ArgumentParser
 from tandem.io.exits import Failed, exit_codes
@@ -237,7 +237,7 @@ def translate(args: argparse.Namespace) -> None:
         if not is_decoder and "model" not in config:
             raise ValueError("it has no part about a decoder, as DALLE2-pytorch has, nor a model, as taming has")
         translation = (translate_dalle2 if is_decoder else translate_taming)(config, args.processes)
-        parser = parser_of(translation.script)
+        parser = script_parser(translation.script)
         for name, (key, value) in translation.flags.items():
             try:
                 parser.with_values({name: value})
@@ -294,7 +294,7 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translate
     from tandem.weights.formats.dalle2_config import decoder_config, decoder_part
     from tandem.weights.formats.dalle2_keys import flags_of_config, implied, known_keys
 
-    parser, page = parser_of("train_decoder.py"), rows("train_decoder.py")
+    parser, page = script_parser("train_decoder.py"), rows("train_decoder.py")
     supported, other_keys = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
     left_out = [*without_counterpart(other_keys, supported), *implied(config, supported)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()

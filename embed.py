@@ -175,7 +175,7 @@ def unit_means(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The clips (k, n) of a sound, and its note for the index."""
+    """The clips (k, n) of a sound, and its index entry."""
     sample = sounds.load(index)
     return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
 
@@ -184,7 +184,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     import numpy as np
 
-    from tandem.data.sets import open_spread
+    from tandem.data.sets import open_sounds_in_clips
     from tandem.data.sources.rows import parts_of
     from tandem.data.stores.embeddings import EMBEDDINGS
     from tandem.data.stores.encoding import encode_batches
@@ -195,7 +195,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     with backend.raise_on_all_ranks():
         embedder = open_embedder(args.model, args.batch_size, backend)
         backend.heartbeat("listing the samples", is_uninterrupted=True)
-        sounds = open_spread(args.audio, embedder.decoder, args.max_clips)
+        sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
         parts = parts_of(sounds.source)  # of files, if a table states parts
@@ -245,7 +245,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import torch
 
     from tandem.data.stores.embeddings import Answer, StoredEmbeddings, read_queries
-    from tandem.data.stores.encoding import in_batches
+    from tandem.data.stores.encoding import encode_in_batches
 
     fetch_model(args.model, backend)
     with backend.raise_on_all_ranks():
@@ -260,7 +260,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
             def embed(query: str) -> Tensor:
                 if (clips := clips_of_query(query, embedder.decoder, max_clips)) is None:
                     return embedder.embed_text(query)
-                return unit_means([in_batches(clips, embedder.embed_clips, batch_size)])[0]
+                return unit_means([encode_in_batches(clips, embedder.embed_clips, batch_size)])[0]
 
             vectors = torch.stack([embed(query) for query in queries])
             matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.heartbeat("searching"))

@@ -275,7 +275,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
 
 
 def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """An image as a batch of one, and its note."""
+    """An image as a batch of one, and its index entry."""
     sample = images.load(index)
     return sample.pop("images")[None], sample
 
@@ -333,7 +333,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
             return clips.frames(videos.source.record(index), multiple)
 
         options: dict[str, Any] = {"dtype": code_dtype(model.num_codes), "frames_per_code": model.frames_per_code}
-        options |= {"num_threads": threads, "in_shape": args.keep_aspect, "open_stream": start_encoding}
+        options |= {"num_threads": threads, "keep_aspect": args.keep_aspect, "open_stream": start_encoding}
         grid = [] if args.keep_aspect else [side // model.pixels_per_code] * 2
         return grid, videos, functools.partial(encode_streams, read_frames, videos.describe, **options)
 

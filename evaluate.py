@@ -237,7 +237,7 @@ def go_through(
     from tandem.data.bad_samples import BadSampleLog
     from tandem.data.feed import to_unit_range
     from tandem.data.sampling.workers import Loader
-    from tandem.data.stores.encoding import load_each
+    from tandem.data.stores.encoding import load_samples
     from tandem.data.stores.shards import PARTIAL
     from tandem.devices import to_device
     from tandem.io.exits import AskedToStop
@@ -245,7 +245,7 @@ def go_through(
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
     done, partly_read, example = 0, 0, ""
     requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
-    load_request = partial(load_each, partial(load, samples), samples.describe)
+    load_request = partial(load_samples, partial(load, samples), samples.describe)
     loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=backend.waiting_for_workers)
 
     def batches() -> Batches:

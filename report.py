@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.commands import parser_of
+from tandem.commands import script_parser
 from tandem.config.converters import non_negative_int, positive_int
 from tandem.config.parser import ArgumentParser
 from tandem.io.exits import exit_codes
@@ -63,7 +63,7 @@ def check_flags(parser: ArgumentParser, args: Namespace) -> None:
 def defaults_of(script: str) -> dict[str, Any]:
     """The settings of a training script without any flag, as config.yaml has them; {} if there is no such script."""
     try:
-        parser = parser_of(script)
+        parser = script_parser(script)
     except ImportError:
         return {}
     settings: dict[str, Any] = json.loads(json.dumps(parser.settings(parser.with_values({}))))

@@ -176,7 +176,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     """The conditions of each flag. Raises ValueError, in one line, and OSError."""
     import torch
 
-    from tandem.data.decoding.arrays import find_array
+    from tandem.data.decoding.arrays import read_array_header
     from tandem.data.decoding.texts import sentence
     from tandem.data.sources.demo import condition_of
     from tandem.data.sources.record import FileRef
@@ -204,7 +204,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
-                array = torch.from_numpy(find_array(FileRef(path)).read(limit=MOST_BYTES))
+                array = torch.from_numpy(read_array_header(FileRef(path)).read(limit=MOST_BYTES))
             except ValueError as error:
                 raise ValueError(f"--{option} {path}: {error}") from None
             if array.ndim != KINDS[name] or not len(array):

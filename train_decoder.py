@@ -67,7 +67,7 @@ def build_model(
 
     def load(decoder: Decoder, source: Decoder, name: str) -> None:
         decoder.load_weights_from(source, name)
-        if line := other_clip(args, source.config["clip"], clip, name):
+        if line := clip_mismatch_text(args, source.config["clip"], clip, name):
             say(line)
 
     decoder: Decoder = init_model(Decoder, args, load, config=DecoderConfig.of_data(args, widths, clip))
@@ -76,7 +76,7 @@ def build_model(
     return decoder
 
 
-def other_clip(
+def clip_mismatch_text(
     args: argparse.Namespace, source_clip: Mapping[str, str] | None, run_clip: Mapping[str, str] | None, name: str
 ) -> str | None:
     """A line if the conditions of this run may differ from those that a decoder was trained with.
@@ -112,8 +112,8 @@ class UnetTraining:
         self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
         self.module, schedule = decoder.unet(self.index), decoder.schedule(self.index)
         self.learning_rate, self.warmup = unet_flag("learning_rate"), unet_flag("lr_warmup_steps")
-        self.crop, self.places = unet_flag("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
-        self.shape, self.whole = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
+        self.crop, self.crop_noise = unet_flag("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
+        self.shape, self.full_shape = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
         self.optimizer = make_optimizer(
             self.module, self.learning_rate, args.betas, unet_flag("weight_decay"), lion=args.use_lion
         )
@@ -136,14 +136,14 @@ class UnetTraining:
     def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
         draws = self.draws(step, batch["positions"], self.batch_size, self.shape)
-        crop_places = self.places.uniform(step, batch["positions"], (2,)) if self.crop else None
+        crop_places = self.crop_noise.uniform(step, batch["positions"], (2,)) if self.crop else None
         blur = draws.pop("blur_sigma", None)
         x0, conditions = self.decoder.training_pictures(batch, self.index, blur, places=crop_places, crop=self.crop)
         return self.loss(network, x0, conditions, **draws)
 
     def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
         """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
-        draws = self.draws.fixed(batch["positions"], total, self.whole)
+        draws = self.draws.fixed(batch["positions"], total, self.full_shape)
         x0, conditions = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
         return self.loss(network, x0, conditions, **draws).error, draws["times"]
 
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.generation import Generation, sampling_example
     from tandem.training.loop import updates
     from tandem.training.metrics.fid import Inception
-    from tandem.training.metrics.generation import GenerationQuality, left_out
+    from tandem.training.metrics.generation import GenerationQuality, missing_metrics_text
     from tandem.training.metrics.unets import UnetErrors
     from tandem.training.run import Run
     from tandem.training.run_folder.best import BestModel
@@ -214,7 +214,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
         with final_weights(cascade, ema) as model:
-            values = generation.judge(model, args.n_evaluation_samples, quality, clip)
+            values = generation.measure(model, args.n_evaluation_samples, quality, clip)
         return {final_metric(ema, name): value for name, value in values.items()}
 
     evaluation = Evaluation(
@@ -228,7 +228,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
-        run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
+        run.warn(missing_metrics_text({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
     # A factor of the bits of one sampled level: their mean is then the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps

@@ -49,8 +49,8 @@ class TrainingFlags:
 
     init_from: str | None = flag(
         None,
-        "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub), whose shape the flags that "
-        "are not given take over",
+        "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub), whose architecture is taken "
+        "where no flag sets another",
         FOLDER,
         title="model",
     )
@@ -192,7 +192,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = make_ema(engine, args.ema_decay, args.ema_power)
     contrastive = Contrastive(
-        args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
+        args.loss, backend, mask_duplicates=args.duplicates == "masked", is_replicated=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
     best_metric, tie_metric = final_metric(ema, "r10"), final_metric(ema, "loss")
@@ -214,7 +214,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         tokenizer.save(folder)
 
     total_steps = run.progress.total_steps
-    alarm = CollapseAlarm(after_steps=schedules.warmup_of(args.lr_warmup_steps, total_steps))
+    alarm = CollapseAlarm(after_steps=schedules.limit_warmup(args.lr_warmup_steps, total_steps))
     evaluation = Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
@@ -236,7 +236,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         cache = GradCache(engine, backend, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):
             out = engine(**inputs(micro_batch))
-            loss = cache.with_graph(out, micro_batch["caption_ids"])  # of the whole batch
+            loss = cache.surrogate_loss(out, micro_batch["caption_ids"])  # of the whole batch
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
         update = engine.step()
         ema.update(update.skipped)

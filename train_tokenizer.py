@@ -49,7 +49,7 @@ class LossFlags:
     init_from: str | None = flag(
         None,
         "start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub, "
-        "whose shape the flags that are not given take over",
+        "whose architecture is taken where no flag sets another",
         FOLDER,
         title="model",
     )
@@ -122,7 +122,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.evaluation import Evaluation
     from tandem.training.loop import updates
     from tandem.training.losses.gan import GANLoss, frames_of
-    from tandem.training.metrics.autoencoders import evaluated, reconstructions
+    from tandem.training.metrics.autoencoders import evaluate_autoencoder, reconstructions
     from tandem.training.metrics.collapse import ReconstructionAlarm
     from tandem.training.metrics.videos import VideoQuality
     from tandem.training.noise import Noise
@@ -169,7 +169,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
         quality = VideoQuality(model.num_codes, args.num_frames, backend.device, ["recon_loss"], lpips, i3d)
-        return evaluated(model, map(videos_of, feed.validation()), pixel_loss, quality, backend.sum)
+        return evaluate_autoencoder(model, map(videos_of, feed.validation()), pixel_loss, quality, backend.sum)
 
     def draw(models: Mapping[str, VideoTokenizer], samples: Mapping[str, Any], step: int) -> Sample:
         clips = videos_of(samples)
@@ -177,7 +177,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     pixel_loss = F.l1_loss if args.l1_recon_loss else F.mse_loss
     gan = GANLoss(
-        args, tokenizer, discr, backend, images=videos_of, given=sample_frames,
+        args, tokenizer, discr, backend, images=videos_of, loss_inputs=sample_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
@@ -191,17 +191,19 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)
 
-    for step, batch in updates(run, evaluation, preview=args.num_videos_save, kind=lambda step, _: gan.parts(step)):
+    for step, batch in updates(
+        run, evaluation, preview=args.num_videos_save, kind=lambda step, _: gan.active_terms(step)
+    ):
         tokenizer.lr = with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         discr.lr = with_warmup(step, total_steps, peak, args.lr_warmup_steps)
         entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
         weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
-        (is_adversarial, with_penalty), codes = gan.parts(step), []
+        (is_adversarial, with_penalty), codes = gan.active_terms(step), []
         for videos in gan.micro_batches(batch, step, is_active=is_adversarial):
             out = tokenizer(videos)
             recon, adversarial = gan(out)
             loss = recon + gan.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
-            tokenizer.backward(gan.with_graph(loss))
+            tokenizer.backward(gan.surrogate_loss(loss))
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = tokenizer.step()

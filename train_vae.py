@@ -47,7 +47,7 @@ class LossFlags:
     init_from: str | None = flag(
         None,
         "start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub, "
-        "whose shape the flags that are not given take over",
+        "whose architecture is taken where no flag sets another",
         FILE,
         title="model",
     )

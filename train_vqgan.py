@@ -49,7 +49,7 @@ class LossFlags:
         None,
         "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub, a folder of "
         "diffusers or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or muse-maskgit-pytorch, whose "
-        "shape the flags that are not given take over; from a file of the last, the discriminator too",
+        "architecture is taken where no flag sets another; a file of the last also has the discriminator",
         FOLDER,
         title="model",
     )
@@ -110,7 +110,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.evaluation import Evaluation
     from tandem.training.loop import updates
     from tandem.training.losses.gan import GANLoss
-    from tandem.training.metrics.autoencoders import evaluated, reconstructions
+    from tandem.training.metrics.autoencoders import evaluate_autoencoder, reconstructions
     from tandem.training.metrics.collapse import ReconstructionAlarm
     from tandem.training.metrics.fid import Inception
     from tandem.training.metrics.reconstruction import ReconstructionQuality
@@ -142,7 +142,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     discr_optimizer = adam(discriminator.parameters(), lr=peak, betas=args.discr_betas or args.betas)
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if args.l2_recon_loss else F.l1_loss, Noise(args.seed, "latents")
-    colours_per_latent = generator.channels * 4**generator.num_layers
+    pixels_per_latent = generator.channels * 4**generator.num_layers  # numbers of the image per latent vector
     outputs = "codes" if generator.num_codes else "latents"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
@@ -157,7 +157,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: VQGAN, step: int) -> dict[str, float | Image.Image]:
         quality = ReconstructionQuality(model.num_codes, backend.device, ["recon_loss"], lpips, inception)
-        return evaluated(model, map(images_of, feed.validation()), pixel_loss, quality, backend.sum)
+        return evaluate_autoencoder(model, map(images_of, feed.validation()), pixel_loss, quality, backend.sum)
 
     def draw(models: Mapping[str, VQGAN], samples: Mapping[str, Any], step: int) -> Image.Image:
         images = images_of(samples)
@@ -169,8 +169,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return {"noise": noise.normal(step, micro["positions"], shape, backend.device)} if is_sampled else {}
 
     gan = GANLoss(
-        args, vqgan, discr, backend, images=images_of, drawn=sample_noise, reconstruction_loss=reconstruction_loss,
-        log=run.add,
+        args, vqgan, discr, backend, images=images_of, generator_inputs=sample_noise,
+        reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
@@ -185,19 +185,21 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     total_steps = run.progress.total_steps
     with_warmup = partial(schedules.with_warmup, args.lr_schedule, lowest=0.1)
 
-    for step, batch in updates(run, evaluation, preview=args.num_images_save, kind=lambda step, _: gan.parts(step)):
-        drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)
+    for step, batch in updates(
+        run, evaluation, preview=args.num_images_save, kind=lambda step, _: gan.active_terms(step)
+    ):
+        drop = schedules.drop_factor(run.progress.epoch, args.lr_drop_epochs)
         vqgan.lr = drop * with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         discr.lr = drop * with_warmup(step, total_steps, peak, args.lr_warmup_steps)
         entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
         weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
-        weights["kl"] = args.kl_loss_weight / colours_per_latent
-        (is_adversarial, with_penalty), codes = gan.parts(step), []
+        weights["kl"] = args.kl_loss_weight / pixels_per_latent
+        (is_adversarial, with_penalty), codes = gan.active_terms(step), []
         for images in gan.micro_batches(batch, step, is_active=is_adversarial):
-            out = vqgan(images, **gan.drawn)
+            out = vqgan(images, **gan.generator_inputs)
             recon, adversarial = gan(out)
             loss = recon + gan.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
-            vqgan.backward(gan.with_graph(loss))
+            vqgan.backward(gan.surrogate_loss(loss))
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = vqgan.step()

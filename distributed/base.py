@@ -116,7 +116,7 @@ class Backend(ABC):
     def disconnect(self, gracefully: bool) -> None:
         """Disconnect. If not ``gracefully``, an error has happened and a process may be gone, so wait for none."""
 
-    def wait_without_limit(self) -> None:
+    def remove_time_limit(self) -> None:
         """From now on collectives have no time limit, and only the watchdog ends the job if a process does not come:
         one process may write for hours, and time in which the whole job was frozen does not count."""
         return
@@ -177,7 +177,7 @@ class Backend(ABC):
                 self._keep_collectives_out_of_graphs()
             self._agree_on_plan()
             self.watchdog = self._signals.watchdog = Watchdog(self.comm, self.launch, self.options.timeout_minutes)
-            self.wait_without_limit()
+            self.remove_time_limit()
             self.stop = StopRequest(self.comm, self._signals.received)
         except UserMistake:  # every process raises it
             self._signals.close()
@@ -200,11 +200,11 @@ class Backend(ABC):
         is_done = error is None or isinstance(error, SystemExit | Ended)
         # All processes raise these errors together, so a graceful disconnect cannot hang.
         is_mistake = isinstance(error, UserMistake)
-        is_mutual = is_mistake or (isinstance(error, TrainingStopped) and not error.alone)
+        is_mutual = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
         stop_error, is_graceful = None, False
         try:
             stop_error = self.watchdog.explain(error)
-            if stop_error is not None and (self.is_root or stop_error.alone):
+            if stop_error is not None and (self.is_root or stop_error.on_one_rank):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stop_error}")
             # Do not wait after a mistake: processes that have not met it would come only after the time limit.
@@ -216,11 +216,11 @@ class Backend(ABC):
             self._signals.close()
             self.disconnect(is_graceful)
         if stop_error is not None:
-            if stop_error.alone and self.world_size > 1:  # nothing but the launcher would bound the interpreter's exit
+            if stop_error.on_one_rank and self.world_size > 1:  # else only the launcher would bound the exit
                 for stream in (sys.stdout, sys.stderr):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
-                self.watchdog.leave_alone()
+                self.watchdog.exit_process()
             raise Failed(str(stop_error)) from error
         for work in self._after_leaving if is_done else ():
             work()
@@ -231,7 +231,7 @@ class Backend(ABC):
         self.watchdog.wait_for_writes()
         try:
             self.stop.drain()
-            self.watchdog.meet()
+            self.watchdog.barrier()
         except (RuntimeError, ConnectionError) as error:
             say(f"{self.watchdog.explain(error) or first_line(error)}, after this process had done its work")
             return False
@@ -283,7 +283,7 @@ class Backend(ABC):
         if not (self.options.deterministic or self.options.plan.batch_parts):
             choose_kernels_by_time()
         engine = self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
-        self.wait_without_limit()  # in the groups of the engine too
+        self.remove_time_limit()  # in the groups of the engine too
         return engine
 
     # For scripts. Collectives are called by every process: never put a call behind a test of the rank.
@@ -360,7 +360,7 @@ class Backend(ABC):
             if isinstance(error, TrainingStopped) or not lacks_memory(error):  # the first: the job ends already
                 raise
             mistake = f"not enough memory: {first_line(error)}"
-        self.watchdog.meet()
+        self.watchdog.barrier()
         if not self.sum({"mistakes": float(mistake is not None)})["mistakes"]:
             return
         for rank, (text, is_mistake) in enumerate(self.gather_objects([mistake, error_type is UserMistake])):
@@ -397,7 +397,7 @@ class Backend(ABC):
         try:
             yield
         except (ValueError, CannotGoOn) as error:
-            raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
+            raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", on_one_rank=True) from error
         self.heartbeat("computing")
 
     @contextmanager
@@ -461,22 +461,22 @@ class Backend(ABC):
 
         return autocast(self.options.precision, self.device)
 
-    def stop_requested(self, here: bool = False, now: bool = False) -> bool:
-        """Whether a process got a signal of ``signals.SIGNALS``, lost its launcher, or passed ``here``. Collective; the
-        answer is the same on all processes. With several processes a request is reported one call late, on GPUs up to
-        two; with ``now`` the call waits and reports it at once. Before the first call and the first update a
-        signal ends this process at once."""
-        self._signals.begin()
+    def stop_requested(self, by_this_process: bool = False, now: bool = False) -> bool:
+        """Whether a process got a signal of ``signals.SIGNALS``, lost its launcher, or passed ``by_this_process``.
+        Collective; the answer is the same on all processes. With several processes a request is reported one call late,
+        on GPUs up to two; with ``now`` the call waits and reports it at once. Before the first call and the first
+        update a signal ends this process at once."""
+        self._signals.enable_saving()
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         with self._in_collective("asking whether to stop"):
-            answer = self.stop.agreed(here or self._is_orphan(), now)
-        if answer and not here:
-            self._signals.all_stop()
+            answer = self.stop.is_agreed(by_this_process or self._is_orphan(), now)
+        if answer and not by_this_process:
+            self._signals.announce_stop()
         return answer
 
     def about_to_update(self) -> None:
         """For engines: an update is about to change weights and moments, and from now on there is something to save."""
-        self._signals.begin()
+        self._signals.enable_saving()
         self.finish_copies()
 
     def _is_orphan(self) -> bool:

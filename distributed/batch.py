@@ -1,4 +1,4 @@
-"""Batch size always means: samples per optimizer update, over all processes and accumulation steps."""
+"""The batch size, in samples per optimizer update, divided over processes and accumulation steps."""
 
 from __future__ import annotations
 

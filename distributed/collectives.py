@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.devices import numbers, widest
+from tandem.devices import sum_dtype, to_numbers
 
 
 class Handle(Protocol):
@@ -21,10 +21,11 @@ class Handle(Protocol):
 
 class Communicator:
     """Collectives, built on two that a backend defines: ``all_reduce_`` and ``all_gather``. Every process calls them in
-    the same order, with the same ``name``. This class serves a single process and is the handle of its sums.
+    the same order, with the same ``name``. This class itself is the communicator of a single process,
+    whose all-reduces are done at once: it is their handle, too.
 
     Objects and numbers are exchanged between the CPUs, through Gloo: NCCL would queue them behind the device's other
-        work, and the host would wait for that."""
+    work, and the host would wait for that."""
 
     rank = 0
     world_size = 1
@@ -47,7 +48,7 @@ class Communicator:
             return {}
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
         device_tensors = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
-        device_numbers = numbers([*device_tensors.values()])
+        device_numbers = to_numbers([*device_tensors.values()])
         host_values = {**values, **tensors, **dict(zip(device_tensors, device_numbers, strict=True))}
         # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
         packed = torch.tensor([float(number) for number in host_values.values()], dtype=torch.float64)
@@ -58,7 +59,7 @@ class Communicator:
         """A new tensor with the sum over the processes: of integers as they are, of booleans in int64, of floating
         numbers in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
         is_floating = tensor.is_floating_point()
-        dtype = widest(tensor.device) if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
+        dtype = sum_dtype(tensor.device) if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
         total = tensor.detach().to(dtype, copy=True).contiguous()
         self.all_reduce_(total, "sum_tensor").wait()
         return total.to(tensor.dtype) if is_floating else total

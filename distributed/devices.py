@@ -28,7 +28,7 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     if gpus_are_shared():
         local_rank %= count
     if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
-        local_rank = 0  # `shared_gpu` finds out whether several processes see the same one
+        local_rank = 0  # `shared_gpu_error` finds out whether several processes see the same one
     if local_rank >= count:
         cpu_hint = ", or set CUDA_VISIBLE_DEVICES= to train on the CPU" if accelerator.type == "cuda" else ""
         raise ValueError(
@@ -58,7 +58,7 @@ def gpu_id(device: torch.device) -> str | None:
     return f"{uuid} {visible}" if uuid and visible.startswith("MIG-") else uuid and str(uuid)
 
 
-def shared_gpu(by_rank: Sequence[str | None]) -> str | None:
+def shared_gpu_error(by_rank: Sequence[str | None]) -> str | None:
     """One line that names two processes of one GPU, over which NCCL would fail; None if there are none. ``by_rank``
     holds what ``gpu_id`` returned on each process."""
     ranks: dict[str, int] = {}
@@ -102,7 +102,7 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def own_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
+def available_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
     """How many CPU threads this process may keep busy: OMP_NUM_THREADS if it is more than 1, else its part of the cores
     that it shares with other processes. (torchrun sets 1 by default.) Collective."""
     if hasattr(os, "sched_getaffinity"):
@@ -116,7 +116,7 @@ def own_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """PyTorch, and extensions that use OpenMP, compute in this many CPU threads inside; None: in as many as before."""
+    """Context in which PyTorch, and extensions that use OpenMP, compute in this many CPU threads; None: no change."""
     if count is None:
         yield
         return
@@ -130,7 +130,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 def choose_kernels_by_time() -> None:
     """From here on cuDNN tries all its kernels for each new shape of a convolution, and keeps the fastest. Kernels may
-    round differently, so a process may get other bits than another one; tools that train nothing do without."""
+    round differently, so processes may get different bits; tools that do not train leave it off."""
     torch.backends.cudnn.benchmark = True
 
 

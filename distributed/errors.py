@@ -18,12 +18,13 @@ class UserMistake(ValueError):
 class TrainingStopped(RuntimeError):
     """The run cannot go on (non-finite updates, a lost process); the exit code is 1.
 
-    ``alone``: only this process raises it and prints its text; otherwise all processes raise it and the root prints it.
+    ``on_one_rank``: only this process raises it and prints its text; otherwise all processes raise it and the root
+    prints it.
     """
 
-    def __init__(self, text: str, *, alone: bool = False) -> None:
+    def __init__(self, text: str, *, on_one_rank: bool = False) -> None:
         super().__init__(text)
-        self.alone = alone
+        self.on_one_rank = on_one_rank
 
 
 def first_line(error: BaseException) -> str:

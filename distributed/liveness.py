@@ -25,8 +25,8 @@ from tandem.io.writing import tell
 
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
-SILENT_TICKS = 10  # without an answer, after which a process is lost if the job is asked to end
-_LOADING_TICKS = 30  # without a sample, likewise
+SILENT_TICKS = 10  # a process that does not answer for so long is lost, if the job is asked to end
+_LOADING_TICKS = 30  # so is one that gets no batch from its loader processes for so long
 _NO_ANSWER_TICKS = 3
 _UNIDENTIFIED_TICKS = 30  # after which a connection that has not named its rank is dropped
 _LONGEST_LINE = 1 << 16  # bytes
@@ -85,20 +85,21 @@ class HeartbeatMonitor:
         self._ranks = [_Rank(0, 0) for _ in range(world_size)]
         self._announced_phases: set[str] = set()
 
-    def hear(self, rank: int, heartbeat: dict[str, Any]) -> None:
-        """A rank says what it is doing, and how many phases it has begun (``count``)."""
+    def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
+        """Record a heartbeat: what a rank is doing, and how many phases it has begun (``count``)."""
         state = self._ranks[rank]
         if state.heartbeat["count"] != heartbeat["count"]:
             state.moved_at = self.now
         state.heartbeat, state.heard_at = heartbeat, self.now
 
     def leave(self, rank: int) -> None:
-        """A rank ends on purpose: its work is done, or all end together, or another rank has failed."""
+        """Record that a rank ends on purpose: it is done, or all end together, or another rank has failed."""
         self._ranks[rank].has_left = True
 
     def lose(self, rank: int, error: str = "", update: int = 0) -> None:
-        """A rank has ended, with its own ``error`` or without one, when the root was at ``update``. The rank was as
-        far, because no update is made without it; its last message, up to a tick old, may be of an earlier update."""
+        """Record that a rank has ended, with its own ``error`` or without one, when the root was at ``update``. The
+        rank was as far, because no update is made without it; its last message, up to a tick old, may be of an earlier
+        update."""
         state = self._ranks[rank]
         if not state.has_left and state.lost is None:
             state.lost = error
@@ -117,8 +118,9 @@ class HeartbeatMonitor:
             return self._name_ranks("no sign of life from ", self._is_silent)
         return self._find_stalled()
 
-    def wait(self) -> str | None:
-        """A line on ranks for which others have waited 10 s in a collective; once for each phase of these ranks."""
+    def waiting_text(self) -> str | None:
+        """A line that names ranks for which others have waited 10 s in a collective; once for each phase of these
+        ranks."""
         waiting_count = sum(map(self._is_waiting, self._ranks))
         busy = [state for state in self._ranks if not state.has_left and not state.heartbeat.get("collective")]
         phases = {state.heartbeat["phase"] for state in busy}
@@ -185,7 +187,7 @@ class _Member:
     rank: int = -1
     text: bytes = b""
     ticks: int = 0  # in which its rank was not known
-    is_asked: bool = False  # and has not answered yet: a stopped process gets no second question
+    is_beat_pending: bool = False  # asked and not answered yet: a stopped process gets no second question
 
     def send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -197,7 +199,7 @@ class Liveness:
     number of the root's present update.
 
     A process sends ["here", token, rank] first; then ["beat", heartbeat] as the answer to ["beat"]; ["met"] when it has
-    entered a meeting, which all get when all have entered it; and at its end ["left"] or ["failed", error]. ["end",
+    entered a barrier, which all get when all have entered it; and at its end ["left"] or ["failed", error]. ["end",
     verdict] tells it why the job ends, ["left"] that the root has left on purpose.
     """
 
@@ -207,7 +209,7 @@ class Liveness:
         self._listener = _listen(host, world_size)
         self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
         self._members: list[_Member] = []
-        self._meeting_arrivals, self._verdict = 0, ""
+        self._barrier_arrivals, self._verdict = 0, ""
         self._is_asked_to_end = self._is_stopping = False
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -268,14 +270,14 @@ class Liveness:
                 member.ticks += 1
                 if member.ticks > _UNIDENTIFIED_TICKS:
                     self._drop(member)
-            elif not member.is_asked:
-                member.is_asked = True
+            elif not member.is_beat_pending:
+                member.is_beat_pending = True
                 member.send(to_line("beat"))
         self._resume_accepting()
         if not self._verdict and (verdict := self._monitor.tick(self._is_asked_to_end)):
             self._verdict = verdict
             self._send_all("end", verdict)
-        elif not self._verdict and (wait := self._monitor.wait()):
+        elif not self._verdict and (wait := self._monitor.waiting_text()):
             tell(wait)
 
     def _send_all(self, *message: Any) -> None:
@@ -339,11 +341,11 @@ class Liveness:
                 self._pause_accepting()
                 self._listener.close()
         elif kind == "beat":
-            member.is_asked = False
-            self._monitor.hear(member.rank, *values)
+            member.is_beat_pending = False
+            self._monitor.record(member.rank, *values)
         elif kind == "met":
-            self._meeting_arrivals += 1
-            if self._meeting_arrivals % self._world_size == 0:
+            self._barrier_arrivals += 1
+            if self._barrier_arrivals % self._world_size == 0:
                 self._send_all("met")
         elif kind == "left":
             self._monitor.leave(member.rank)

@@ -54,12 +54,13 @@ os.register_at_fork(after_in_child=_forget_all)
 class Signals:
     """Handles `SIGNALS` from the constructor until ``close``, except a SIGHUP that is ignored, as under nohup.
 
-    Until ``begin`` a signal ends this process, because there is nothing to save, unless the watchdog knows a better
-    reason. Later it is added to ``received``, the root prints at once that it was asked to stop, and a second SIGINT
-    ends the process. Processes that are forked meanwhile, such as a pool of a user's dataset, get the default handlers.
+    Until ``enable_saving`` a signal ends this process, because there is nothing to save, unless the watchdog knows a
+    better reason. Later it is added to ``received``, the root prints at once that it was asked to stop, and a second
+    SIGINT ends the process. Processes that are forked meanwhile, such as a pool of a user's dataset, get the default
+    handlers.
 
     Args:
-        is_orphan: Whether the launcher is gone, which before ``begin`` counts as a signal.
+        is_orphan: Whether the launcher is gone, which before ``enable_saving`` counts as a signal.
         is_root: Whether this process speaks for all.
         launcher: That of `Launch`. Each Ctrl-C in the terminal reaches the processes of ``_TERMINAL_LAUNCHERS``.
     """
@@ -70,7 +71,7 @@ class Signals:
         self.received: set[int] = set()
         #: It gets the signals, too; None until it is created.
         self.watchdog: Watchdog | None = None
-        self._has_begun = self._is_closed = self._has_announced = self._is_raised = False
+        self._can_save = self._is_closed = self._has_announced = self._is_raised = False
         self._announce_lock = threading.Lock()
         self._interrupts = 0
         self._read_fd, self._write_fd = os.pipe()
@@ -85,11 +86,11 @@ class Signals:
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """From here on there is something to save."""
-        self._has_begun = True
+    def enable_saving(self) -> None:
+        """From here on a signal leads to a save, because there is something to save."""
+        self._can_save = True
 
-    def all_stop(self) -> None:
+    def announce_stop(self) -> None:
         """All processes have agreed to stop, so none is lost. Print that before the run prints that it has saved."""
         self._announce_once(min(self.received, default=None))
 
@@ -125,7 +126,7 @@ class Signals:
             raise AskedToStop
 
     def _record(self, number: int) -> None:
-        if self._has_begun:
+        if self._can_save:
             self.received.add(number)
 
     # What the thread runs.
@@ -139,7 +140,7 @@ class Signals:
                 if byte[0] in self._previous_handlers:
                     self._hear(signal.Signals(byte[0]))
                 continue
-            if not self._has_begun and self._is_orphan():
+            if not self._can_save and self._is_orphan():
                 self._end_start_up("the launcher is gone")
             if self.watchdog and self._is_root:
                 self.watchdog.report_loading()
@@ -147,7 +148,7 @@ class Signals:
     def _hear(self, number: signal.Signals) -> None:
         if self.watchdog:
             self.watchdog.hear_signal(number)
-        if not self._has_begun:
+        if not self._can_save:
             self._end_start_up(number.name)
         self._record(number)  # it may have begun meanwhile
         self._interrupts += number == signal.SIGINT
@@ -155,7 +156,7 @@ class Signals:
             leave(INTERRUPTED, at_once=True)
         # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
-        if self._has_begun and self._is_root and not self._has_announced and not self._is_explained(patience):
+        if self._can_save and self._is_root and not self._has_announced and not self._is_explained(patience):
             self._announce_once(number)
 
     def _is_explained(self, seconds: float = _VERDICT_SECONDS) -> bool:
@@ -163,7 +164,7 @@ class Signals:
         return self.watchdog is not None and self.watchdog.verdict_within(seconds)
 
     def _end_start_up(self, reason: str) -> None:
-        if self._is_explained() or self._has_begun:
+        if self._is_explained() or self._can_save:
             return
         if self._is_root:
             say(f"{reason}: stopped before there was anything to save; the same command starts again")
@@ -207,7 +208,7 @@ class StopRequest:
 
     def __init__(self, comm: Communicator, received: Collection[int] = ()) -> None:
         self._comm, self._received = comm, received
-        self._is_asked = False  # by the last caller of `agreed`
+        self._is_asked = False  # by the last caller of `is_agreed`
         self._pending: tuple[torch.Tensor, Handle] | None = None
         self._has_request_arrived = self._is_summed_with_gradients = False
         # Flags that are on their way from the device to the host, of this call and of the one before.
@@ -219,13 +220,13 @@ class StopRequest:
         """Whether a signal has reached this process; the others may not know it yet."""
         return bool(self._received)
 
-    def agreed(self, here: bool = False, now: bool = False) -> bool:
-        """Collective: whether all processes stop now. ``here``: this process asks them to stop. With several processes
-        a request is reported one call late, on a GPU up to two, so that nothing waits for the sum; with ``now`` the
-        call waits for a sum of its own.
+    def is_agreed(self, by_this_process: bool = False, now: bool = False) -> bool:
+        """Collective: whether all processes stop now. ``by_this_process``: this process asks them to stop. With several
+        processes a request is reported one call late, on a GPU up to two, so that nothing waits for the sum; with
+        ``now`` the call waits for a sum of its own.
         """
-        self._is_asked = here
-        is_requested = here or self.is_requested_here
+        self._is_asked = by_this_process
+        is_requested = by_this_process or self.is_requested_here
         if self._comm.world_size == 1:
             return is_requested
         answer = self.drain() or self._read_gradient_flags()

@@ -24,7 +24,7 @@ from torch import Tensor
 from tandem.io.writing import say
 
 from .collectives import Communicator, Handle
-from .devices import gpu_id, gpus_are_shared, shared_gpu
+from .devices import gpu_id, gpus_are_shared, shared_gpu_error
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
@@ -32,9 +32,9 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
-TOLD_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # seconds until a wait is reported; ranks in that line
-TRY_SECONDS, _PATIENCE_WITH_TORCHRUN = 1.0, 10  # tries
-_REST_SECONDS, _QUIET_LOOKS, LONGEST_REST_SECONDS = 0.005, 3, 2.0
+REPORT_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # seconds until a wait is reported; ranks in that line
+TRY_SECONDS, _MAX_TRIES_WITH_TORCHRUN = 1.0, 10
+_POLL_SECONDS, _QUIET_POLLS, THREAD_WAIT_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -72,8 +72,8 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
             raise UserMistake(start.mistake)
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
         is_restart = start.is_restart
-        if start.outside and unreachable_own_address():
-            let_gloo_use(start.outside)
+        if start.external_address and unreachable_own_address():
+            set_gloo_interface(start.external_address)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if through_nccl else "gloo",
@@ -84,7 +84,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     return is_restart
 
 
-def wait_without_limit() -> None:
+def remove_time_limit() -> None:
     """Let the collectives of all process groups wait for as long as it takes."""
     # The older name is that of PyTorch up to 2.14.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -94,12 +94,12 @@ def wait_without_limit() -> None:
 
 class Start(NamedTuple):
     """One start of all processes: its number, from 1, among those that share a store, whether it is a restart, an
-    address that machines reach one another by, or None where there is one machine, and why they cannot train together,
+    address of one of them that other machines reach, or None on a single machine, and why they cannot train together,
     or None."""
 
     number: int
     is_restart: bool
-    outside: str | None = None
+    external_address: str | None = None
     mistake: str | None = None
 
 
@@ -114,7 +114,8 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     answers each with its token and a digest of the list of all tokens, again and again until every process has returned
     the same digest with its own token: then none of them is of an earlier start. The bytes that a process sends and
     receives do not grow with the number of processes. Raises RuntimeError after the timeout, in one line that names a
-    process that did not come. After 10 s the root prints which ranks are missing, or each machine that the root is.
+    process that did not come. After ``REPORT_SECONDS`` the root prints which ranks are missing; if the root is
+    missing, one process of each machine prints that.
     """
     own_token, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     keys, entries = [f"token/{rank}" for rank in ranks], []
@@ -124,7 +125,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     deadline, has_reported = start_time + timeout.total_seconds(), False
     tokens_digest = returned_digest = ""
     while time.monotonic() < deadline:
-        if not has_reported and time.monotonic() > start_time + TOLD_SECONDS:
+        if not has_reported and time.monotonic() > start_time + REPORT_SECONDS:
             has_reported = True
             _report_absent(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
         if launch.is_root and store.check(keys):
@@ -143,9 +144,9 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
         if entries and _all_equal(store, [f"seen/{rank}" for rank in ranks], tokens_digest):
             number = store.add("starts", 1)
             is_restart = number > 1 or any(was_restarted for _, was_restarted, *_ in entries)
-            outside = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
-            mistake = shared_gpu([entry_gpu for *_, entry_gpu in entries])
-            store.set("start", json.dumps([tokens_digest, number, is_restart, outside, mistake]))
+            external_address = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
+            mistake = shared_gpu_error([entry_gpu for *_, entry_gpu in entries])
+            store.set("start", json.dumps([tokens_digest, number, is_restart, external_address, mistake]))
         if returned_digest and store.check(["start"]):
             start_digest, *start = json.loads(store.get("start"))
             if start_digest == returned_digest:
@@ -177,7 +178,7 @@ def _why_absent(launch: Launch) -> str:
 
 
 def _torchrun_holds_store() -> bool:
-    """Whether torchrun holds the store where the processes meet."""
+    """Whether torchrun holds the rendezvous store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -186,8 +187,8 @@ def _all_equal(store: dist.Store, keys: list[str], value: str) -> bool:
 
 
 def _reach_store(launch: Launch, timeout: timedelta) -> None:
-    """Wait until somebody answers where the processes meet: PyTorch's own wait lasts three times as long, and prints
-    more than a line. torchrun was there before it started the processes: if nobody answers it has ended.
+    """Wait until the rendezvous store answers: PyTorch's own wait lasts three times as long, and prints
+    more than a line. If torchrun started the processes and nobody answers, torchrun has ended.
 
     Raises:
         ConnectionError: nobody answers.
@@ -198,7 +199,9 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     # A machine that is busy may refuse for a moment, another one may be slow to start.
     start_time, has_reported = time.monotonic(), False
-    deadline = start_time + (_PATIENCE_WITH_TORCHRUN * TRY_SECONDS if torchrun_holds_store else timeout.total_seconds())
+    deadline = start_time + (
+        _MAX_TRIES_WITH_TORCHRUN * TRY_SECONDS if torchrun_holds_store else timeout.total_seconds()
+    )
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=TRY_SECONDS).close()
@@ -209,16 +212,16 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
                 if not torchrun_holds_store:
                     absent = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"
                 raise ConnectionError(f"{absent}: nobody answers at {host}, port {port} ({error})") from None
-            if not has_reported and time.monotonic() > start_time + TOLD_SECONDS and launch.local_rank == 0:
+            if not has_reported and time.monotonic() > start_time + REPORT_SECONDS and launch.local_rank == 0:
                 has_reported = True
                 say(f"rank {launch.rank} waits for rank 0: nobody answers at {host}, port {port} ({error})")
         time.sleep(TRY_SECONDS)
 
 
-def let_gloo_use(outside: str) -> None:
-    """Name the network interface towards ``outside``, unless the user has named one. Gloo listens where the host name
-    resolves to; Debian's /etc/hosts says 127.0.1.1, at which no other machine reaches it."""
-    address = own_address(outside)
+def set_gloo_interface(external_address: str) -> None:
+    """Name the network interface towards ``external_address``, unless the user has named one. Gloo listens where the
+    host name resolves to; Debian's /etc/hosts says 127.0.1.1, at which no other machine reaches it."""
+    address = own_address(external_address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
@@ -278,15 +281,15 @@ def _wait_for_threads() -> None:
     FSDP's and DeepSpeed's objects keep process groups alive, whose threads free the tensors of a collective after it
     has returned. For that they need the interpreter's lock, and a thread that asks for it while the interpreter shuts
     down aborts the process (https://github.com/pytorch/pytorch/issues/190489)."""
-    own_thread, deadline, quiet_looks = str(threading.get_native_id()), time.monotonic() + LONGEST_REST_SECONDS, 0
-    while quiet_looks < _QUIET_LOOKS and time.monotonic() < deadline:
-        time.sleep(_REST_SECONDS)  # releases the interpreter's lock
+    own_thread, deadline, quiet_polls = str(threading.get_native_id()), time.monotonic() + THREAD_WAIT_SECONDS, 0
+    while quiet_polls < _QUIET_POLLS and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)  # releases the interpreter's lock
         try:
             others = [thread for thread in os.listdir(_THREADS) if thread != own_thread]
         except OSError:  # not Linux
-            time.sleep(_QUIET_LOOKS * _REST_SECONDS)
+            time.sleep(_QUIET_POLLS * _POLL_SECONDS)
             return
-        quiet_looks = 0 if any(map(_is_running, others)) else quiet_looks + 1
+        quiet_polls = 0 if any(map(_is_running, others)) else quiet_polls + 1
 
 
 def _is_running(thread: str) -> bool:

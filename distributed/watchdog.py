@@ -68,7 +68,7 @@ class Watchdog:
         self._liveness: Liveness | None = None
         self._condition, self._send_lock, self._report_lock = threading.Condition(), threading.Lock(), threading.Lock()
         self._verdict, self._has_reported = "", False
-        self._meetings_entered = self._meetings_held = 0  # by this process, and by all
+        self._barriers_entered = self._barriers_passed = 0  # by this process, and by all
         self._time_used: int | None = 0
         self._work_count = 0
         if self._world_size > 1:
@@ -110,7 +110,7 @@ class Watchdog:
                 self._has_reported_loading = True
                 tell(f"rank {self._rank} has waited for data from its loader processes for {_REPORT_SECONDS:g} s")
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when every process has called this. The others may have hours of work: the watchdog ends no process
         while they make progress.
 
@@ -119,13 +119,13 @@ class Watchdog:
         """
         if self._thread is None:
             return
-        self._meetings_entered += 1
+        self._barriers_entered += 1
         self.heartbeat("waiting for the other processes", collective=True)
         self._send(to_line("met"))
         with self._condition:
-            self._condition.wait_for(lambda: self._meetings_held >= self._meetings_entered or self._verdict)
-        if self._meetings_held < self._meetings_entered:
-            raise TrainingStopped(f"rank {self._rank}: {self._verdict}", alone=True)
+            self._condition.wait_for(lambda: self._barriers_passed >= self._barriers_entered or self._verdict)
+        if self._barriers_passed < self._barriers_entered:
+            raise TrainingStopped(f"rank {self._rank}: {self._verdict}", on_one_rank=True)
 
     def hear_signal(self, number: int) -> None:
         """A signal has reached this process: if it asks the root to end, a process that is silent is lost."""
@@ -147,7 +147,7 @@ class Watchdog:
             with self._condition:
                 if self._condition.wait_for(lambda: self._verdict, _VERDICT_SECONDS):
                     text = f"rank {self._rank}: {self._verdict} ({_shorten_error(error)})"
-                    stop_error = TrainingStopped(text, alone=True)
+                    stop_error = TrainingStopped(text, on_one_rank=True)
         if stop_error is not None and not self._has_reported:
             self._report_lock.acquire()  # never released: the other thread prints nothing, or ends this process
             self._has_reported = True
@@ -244,7 +244,7 @@ class Watchdog:
                     self._send(self.beat())
                 elif kind == "met":
                     with self._condition:
-                        self._meetings_held += 1
+                        self._barriers_passed += 1
                         self._condition.notify_all()
                 elif kind == "end":
                     return self._end_job(values[0])
@@ -256,7 +256,7 @@ class Watchdog:
         return f"at update {self._heartbeat.update}"
 
     def _end_job(self, verdict: str, patience_ticks: int = 0) -> None:
-        """The job ends. The main thread prints that if it waits in a meeting or its collective fails; otherwise end
+        """The job ends. The main thread prints that if it waits in `barrier` or its collective fails; otherwise end
         this process, which may hang inside a collective."""
         if any(self._leaving.wait(TICK_SECONDS) for _ in range(patience_ticks)):
             return
@@ -266,7 +266,7 @@ class Watchdog:
         if self._leaving.wait(_UNWINDING_SECONDS) or not self._report_lock.acquire(blocking=False):
             return
         tell(f"stopped: rank {self._rank}: {verdict}")
-        self.leave_alone()
+        self.exit_process()
 
     def wait_for_writes(self) -> None:
         """Wait for this process's writes, such as a checkpoint, while they make progress, at most for the timeout."""
@@ -281,7 +281,7 @@ class Watchdog:
                 now = processor_time(thread)
                 ticks, idle_ticks, before = (ticks + 1, 0 if _has_worked(before, now) else idle_ticks + 1, now)
 
-    def leave_alone(self) -> NoReturn:
+    def exit_process(self) -> NoReturn:
         """End this process, which has printed why. It waits for its own writes, but for no other process, as the
         interpreter's exit would through Horovod or NCCL."""
         self.wait_for_writes()

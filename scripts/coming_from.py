@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from tandem.commands import parser_of  # noqa: E402
+from tandem.commands import script_parser  # noqa: E402
 from tandem.config.converters import format_default  # noqa: E402
 from tandem.config.public_names import tables  # noqa: E402
 
@@ -24,7 +24,7 @@ _HEAD = ["| there | default there | here | default here | what differs |", "|---
 
 def table(title: str, script: str) -> list[str]:
     """The lines of a table."""
-    flags = parser_of(script)._option_string_actions
+    flags = script_parser(script)._option_string_actions
 
     def line(key: str, default_there: str, flag: str, note: str) -> str:
         here = (f"`--{flag}`", format_default(flags[f"--{flag}"])) if flag else ("", "")

@@ -1,5 +1,5 @@
-"""The scripts by their names: they lie beside this package in a checkout, and inside of it when installed. The package
-installs a command for each: `tandem-train-vae` is the `main` of train_vae.py, and so on."""
+"""The scripts by name. In a checkout they are files beside this package; in an installation they are modules in it,
+each with a command: `tandem-train-vae` is the `main` of train_vae.py, and so on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def script_module(script: str) -> ModuleType:
     return module
 
 
-def parser_of(script: str) -> ArgumentParser:
+def script_parser(script: str) -> ArgumentParser:
     """The parser of a training script, such as train_vae.py."""
     parser: ArgumentParser = script_module(script).build_parser()
     return parser

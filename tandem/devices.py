@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Note = TypeVar("Note")
+Label = TypeVar("Label")
 
 
 def has_fp64(device: torch.device | str) -> bool:
@@ -29,9 +29,9 @@ def _has_fp64(kind: str) -> bool:
     return True
 
 
-def widest(device: torch.device) -> torch.dtype:
+def sum_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums within an update: fp64, so that their order does not change the rounded result; fp32 on a
-    device without fp64, on which one process trains."""
+    device without fp64."""
     return torch.float64 if has_fp64(device) else torch.float32
 
 
@@ -45,8 +45,8 @@ def double(tensor: Tensor) -> Tensor:
     return tensor.to(fp64_device(tensor.device)).double()
 
 
-def numbers(tensors: Sequence[Tensor]) -> list[float | int]:
-    """The numbers of 0-d tensors of one device, for which the host waits once."""
+def to_numbers(tensors: Sequence[Tensor]) -> list[float | int]:
+    """The values of 0-d tensors of one device. The host waits for the device once."""
     if tensors and has_fp64(tensors[0].device):
         return list(torch.stack([tensor.double() for tensor in tensors]).tolist())
     return [tensor.item() for tensor in tensors]  # fp32 would round counts above 2^24
@@ -66,13 +66,13 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
-def on_host(results: Iterable[tuple[Note, Tensor]]) -> Iterator[tuple[Note, Tensor]]:
-    """Tensors of a device as tensors of the host, in their order, each with its note. The host waits for a copy to
+def on_host(results: Iterable[tuple[Label, Tensor]]) -> Iterator[tuple[Label, Tensor]]:
+    """Tensors of a device as tensors of the host, in their order, each with its label. The host waits for a copy to
     pinned memory only when the next tensor is under way, so that the device always has something to do."""
-    pending: tuple[Note, Tensor, torch.Event] | None = None
-    for note, tensor in results:
+    pending: tuple[Label, Tensor, torch.Event] | None = None
+    for label, tensor in results:
         if not has_pinned_memory(tensor.device):
-            yield note, tensor.cpu()
+            yield label, tensor.cpu()
             continue
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
@@ -80,14 +80,14 @@ def on_host(results: Iterable[tuple[Note, Tensor]]) -> Iterator[tuple[Note, Tens
         event.record()
         if pending:
             yield _finish_copy(*pending)
-        pending = note, copy, event
+        pending = label, copy, event
     if pending:
         yield _finish_copy(*pending)
 
 
-def _finish_copy(note: Note, copy: Tensor, event: torch.Event) -> tuple[Note, Tensor]:
+def _finish_copy(label: Label, copy: Tensor, event: torch.Event) -> tuple[Label, Tensor]:
     event.synchronize()
-    return note, copy
+    return label, copy
 
 
 def moment(device: torch.device) -> torch.Event | float:

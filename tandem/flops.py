@@ -14,7 +14,7 @@ _IS_REPEATED = ContextVar("_IS_REPEATED", default=False)
 
 
 @contextmanager
-def repeated() -> Iterator[None]:
+def recomputation() -> Iterator[None]:
     """Context for operations that an update repeats to save memory: `FlopCounter` leaves them out."""
     token = _IS_REPEATED.set(True)
     try:
@@ -26,8 +26,8 @@ def repeated() -> Iterator[None]:
 class FlopCounter(TorchDispatchMode):
     """Context that counts the operations of matrix products, convolutions and attention, backward passes included, by
     the formulas of PyTorch's `torch.utils.flop_counter`, whose `FlopCounterMode` keeps torch.compile from ever
-    compiling what runs in it. Every kernel is called as it would be without, so that all results keep their bits. Of a
-    compiled model the kernels that its code calls are counted, not generated ones, such as products of vectors. `flops`
+    compiling what runs in it. Every kernel is called as it would be without it, so that results have the same bits. In
+    a compiled model, library kernels are counted, but no generated ones, such as products of vectors. `flops`
     is NaN if PyTorch's formulas do not know one of the calls."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The start of a training script, with the model of its --init_from, on any number of processes."""
+"""Starts a training script on any number of processes, and fetches the model of its --init_from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem import distributed
-from tandem.commands import parser_of
+from tandem.commands import script_parser
 from tandem.config.parser import ArgumentParser
 from tandem.training.run_folder.folder import read_config_to_resume
 from tandem.training.run_folder.starts import last_start
@@ -31,12 +31,12 @@ def training_parser(script: str, text: str, config: type) -> ArgumentParser:
     parser.add_config(config)
     distributed.add_arguments(parser)
     scripts = sorted({kind.script for kind in KINDS.values()} - {script})
-    parser.scripts_with = lambda names: [script for script in scripts if parser_of(script).knows(names)]
+    parser.scripts_with = lambda names: [script for script in scripts if script_parser(script).knows(names)]
     return parser
 
 
 def start_training(
-    train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demonstration: Path
+    train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demo_config: Path
 ) -> None:
     """Parse a script's arguments (`ArgumentParser.parse`), connect the processes (`distributed.launch`), fetch the
     model of --init_from, whose architecture the run takes where no flag sets another one, and call ``train(args,
@@ -48,7 +48,10 @@ def start_training(
         origin = fetch_model(source, backend) if resumed is None else resumed.get("init_from")
         if source:
             with backend.raise_on_all_ranks():
-                lines = adopt(parser, args) if resumed is None else restore_architecture(parser, args, resumed)
+                if resumed is None:
+                    lines = adopt_architecture(parser, args)
+                else:
+                    lines = restore_architecture(parser, args, resumed)
             for line in lines:
                 backend.say(line)
             settings = parser.settings(args)
@@ -58,12 +61,12 @@ def start_training(
         train(args, {**settings, "init_from": origin}, backend)
 
     try:
-        distributed.launch(start, parser, parser.parse(argv, demonstration), last_start)
+        distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)
     finally:
         READ.clear()
 
 
-def adopt(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
+def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
     """Give a run the architecture of the model of --init_from, where no flag sets another one.
 
     Returns:

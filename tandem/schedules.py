@@ -1,37 +1,34 @@
-"""The shapes of learning rates, temperatures and weights over a run, which a script calls by name.
-
-``step`` is the number of an update, from 0. Standard library only.
-"""
+"""Schedules of learning rates, temperatures and loss weights. ``step`` is the number of an update, from 0."""
 
 import math
 from collections.abc import Callable, Sequence
 
 
-def warmup_of(requested: int, total_steps: int) -> int:
+def limit_warmup(requested: int, total_steps: int) -> int:
     """Updates of warm-up: the requested number, but at most half of the run, so that a short run reaches its rate."""
     return min(requested, total_steps // 2)
 
 
-#: The choices of --lr_schedule: the part of the run after the warm-up that is done -> the share of the highest rate.
+#: The choices of --lr_schedule: progress of the run after the warm-up, 0 to 1 -> factor on the peak rate.
 SHAPES: dict[str, Callable[[float], float]] = {
-    "constant": lambda done: 1.0,
-    "cosine": lambda done: 0.5 + 0.5 * math.cos(math.pi * done),
+    "constant": lambda progress: 1.0,
+    "cosine": lambda progress: 0.5 + 0.5 * math.cos(math.pi * progress),
 }
 
 
 def with_warmup(shape: str, step: int, total_steps: int, peak: float, warmup_steps: int, lowest: float = 0.0) -> float:
-    """Linear up to ``peak`` over ``warmup_of`` updates, then along one of `SHAPES`, which ends with the run; where that
-    is 0, the rate is the share ``lowest`` of the peak."""
-    warmup = warmup_of(warmup_steps, total_steps)
+    """Linear up to ``peak`` during the warm-up (`limit_warmup`), then one of `SHAPES`, from ``peak`` to
+    ``lowest`` x ``peak`` at the end of the run."""
+    warmup = limit_warmup(warmup_steps, total_steps)
     if step < warmup:
         return peak * ((step + 1) / warmup)
-    done = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
-    return peak * (lowest + (1 - lowest) * SHAPES[shape](done))
+    progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+    return peak * (lowest + (1 - lowest) * SHAPES[shape](progress))
 
 
-def drops(epoch: float, at: Sequence[float] | None, factor: float = 0.1) -> float:
-    """1, times ``factor`` for each number of epochs in ``at`` that has passed."""
-    return float(factor ** sum(epoch >= drop for drop in at or ()))
+def drop_factor(epoch: float, drop_epochs: Sequence[float] | None, factor: float = 0.1) -> float:
+    """``factor`` to the power of the number of ``drop_epochs`` that have passed."""
+    return float(factor ** sum(epoch >= drop for drop in drop_epochs or ()))
 
 
 def decay(step: int, start: float, factor: float, every: int = 100) -> float:

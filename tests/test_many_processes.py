@@ -57,7 +57,7 @@ def counted(script: Script, world_size: int, folder: Path, **flags: Any) -> list
     asked = {**tiny, script.data.flag: f"{script.data.demonstration}:{4 * BATCH}", "output_dir": folder, **flags}
     args = script.parsed(*words(asked))
     processes = Process(root, **vars(args))
-    processes.watchdog.meet = lambda: root.count("meetings")  # type: ignore[method-assign]
+    processes.watchdog.barrier = lambda: root.count("meetings")  # type: ignore[method-assign]
     gc.freeze()  # as in `Script.main`; the run's end unfreezes
     with Run.watched(root.watch), pytest.raises(KilledError):
         script.module.train(args, script.module.build_parser().settings(args), processes)

@@ -195,7 +195,7 @@ def test_a_run_that_has_collapsed_is_told_so_after_its_warm_up_once(
 
     def collapsed(cache: GradCache) -> ContrastiveResult:
         assert cache._result is not None
-        return cache._result._replace(loss=torch.tensor(6.236), collapsed=torch.tensor(math.log(511)),
+        return cache._result._replace(loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
                                       audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5))  # fmt: skip
 
     monkeypatch.setattr(GradCache, "result", property(collapsed))

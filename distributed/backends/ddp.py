@@ -25,10 +25,10 @@ class DDPBackend(Backend):
         self.is_restart = init_process_group(self.launch, self.device, self.options.timeout_minutes)
         self.comm = TorchCommunicator()
 
-    def wait_without_limit(self) -> None:
-        from tandem.distributed.torch_comm import wait_without_limit
+    def remove_time_limit(self) -> None:
+        from tandem.distributed.torch_comm import remove_time_limit
 
-        wait_without_limit()
+        remove_time_limit()
 
     def disconnect(self, gracefully: bool) -> None:
         from tandem.distributed.torch_comm import leave_process_group

@@ -64,7 +64,7 @@ class HorovodBackend(Backend):
             os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         import horovod.torch as hvd
 
-        from tandem.distributed.devices import gpu_id, local_device, shared_gpu
+        from tandem.distributed.devices import gpu_id, local_device, shared_gpu_error
         from tandem.distributed.horovod_comm import HorovodCommunicator
 
         hvd.init()
@@ -79,7 +79,7 @@ class HorovodBackend(Backend):
             raise ValueError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
         self.comm = HorovodCommunicator()
         # NCCL, which the first gradients start, would fail where two processes share a GPU.
-        if mistake := shared_gpu(self.comm.gather_objects(gpu_id(self.device))):
+        if mistake := shared_gpu_error(self.comm.gather_objects(gpu_id(self.device))):
             raise UserMistake(mistake)
 
     def disconnect(self, gracefully: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.devices import has_pinned_memory, widest
+from tandem.devices import has_pinned_memory, sum_dtype
 from tandem.distributed.batch import BatchPlan
 from tandem.distributed.errors import TrainingStopped
 from tandem.io.reading import counted
@@ -74,7 +74,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     # On a CPU in pieces that fit into its cache, because PyTorch first makes an fp64 copy of each piece. A device makes
     # no copy, and more tensors would cost the host time.
     pieces = [piece for grad in flat for piece in (grad.split(_PIECE_SIZE) if grad.device.type == "cpu" else [grad])]
-    dtype = widest(gradients[0].device)
+    dtype = sum_dtype(gradients[0].device)
     return torch.stack(torch._foreach_norm(pieces, dtype=dtype)).square().sum().sqrt()
 
 

@@ -281,7 +281,7 @@ class Engine(ABC):
                 raise
             # The others wait in a collective: if this process waited for their agreement, nobody would go on.
             text = f"rank {self._backend.rank}: not enough memory to exchange the weights: {first_line(error)}"
-            raise TrainingStopped(text, alone=True) from error
+            raise TrainingStopped(text, on_one_rank=True) from error
         self._updates = state["updates"]
         self._guard.total.fill_(state["skipped_updates"])
 

@@ -49,7 +49,7 @@ class DecoderFlags:
     init_from: str | None = flag(
         None,
         "start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub, "
-        "whose shape the flags that are not given take over",
+        "whose architecture is taken where no flag sets another",
         FOLDER,
     )
     learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, aliases="lr")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.data.sampling.stream import TrainingStream, ValidationStream
-from tandem.data.sources.files import is_address
+from tandem.data.sources.files import is_url
 from tandem.devices import has_pinned_memory
 from tandem.io.reading import counted, printable
 
@@ -99,7 +99,7 @@ class TrainingData:
         self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
         self.sees_whole_split = False  # whether `validation` sees the whole validation split
         #: All processes call it between the same steps of an evaluation; it may raise an error to end the evaluation.
-        self.ask: Callable[[], None] = lambda: None
+        self.check_stop_request: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
@@ -166,7 +166,7 @@ class TrainingData:
         """This process's part of one pass over the `validated` part of the validation split."""
         stream = self._whole_validation if self.sees_whole_split else self._validation
         for batch in self._processes.each("validation data", stream):
-            self.ask()
+            self.check_stop_request()
             yield self._receive_batch(batch)
 
     def validation_samples(self, places: range) -> Batch:
@@ -287,7 +287,7 @@ def _make_fetcher(
     """A function that fetches training shards from a server into the cache before they are read; None if no shard is on
     a server or there is no cache. Raises ValueError, in one line."""
     shards, paths, trained = samples.source.shards or (), getattr(samples.source, "paths", ()), {*ranges}
-    pairs = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in trained and is_address(path))
+    pairs = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in trained and is_url(path))
     addresses = {shard.start: path for shard, path in pairs}
     n_at_once = 2 * order.SHARDS_AT_ONCE  # the shards being read, and the next ones
     try:

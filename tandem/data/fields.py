@@ -32,17 +32,17 @@ class Field:
     """The content that a script takes from each record. `fingerprint` identifies what the field found in its source."""
 
     @property
-    def wanted(self) -> FieldSpec:
+    def spec(self) -> FieldSpec:
         raise NotImplementedError
 
     #: Item of a user's dataset -> its content for this field. Raises `BadDatasetItem` if it has another form.
-    of_item: ClassVar[Callable[..., Any]]
+    from_item: ClassVar[Callable[..., Any]]
 
     fingerprint: str = ""
 
-    def found(self, record: Record) -> Any:
+    def content(self, record: Record) -> Any:
         """The record's content for this field, see `Record`; None if it has none."""
-        return self.of_item(record[ITEM]) if ITEM in record else record.get(self.wanted.name)
+        return self.from_item(record[ITEM]) if ITEM in record else record.get(self.spec.name)
 
     def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:
         """The sample's entries of the batch. With `augment`, random choices depend only on the field's seed and (epoch,
@@ -75,16 +75,16 @@ class ImageField(Field):
         if self.channels not in (3, 4):
             raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
 
-    wanted: ClassVar[FieldSpec] = FieldSpec(
+    spec: ClassVar[FieldSpec] = FieldSpec(
         "image", "image", IMAGE_ENDINGS, (*own.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )
 
-    of_item = staticmethod(own.image_of)
+    from_item = staticmethod(own.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         cut, resize = (self.crop.cut(epoch, index), OURS) if augment else (None, self.resize)
         options = (self.image_size, self.channels, self.enlarge, cut, resize)
-        content = self.found(record)
+        content = self.content(record)
         if isinstance(content, FileRef):
             image = decode_image(content, *options)
         elif isinstance(content, Image.Image):
@@ -111,7 +111,7 @@ class ClipField(Field):
     flip: bool = False
 
     @property
-    def wanted(self) -> FieldSpec:
+    def spec(self) -> FieldSpec:
         # An image is too short for a clip: skip it by its ending.
         takes_images = self.clips.short_clips != "skip" or self.clips.num_frames == 1
         return FieldSpec(
@@ -120,7 +120,7 @@ class ClipField(Field):
         )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        content = self.found(record)
+        content = self.content(record)
         if isinstance(content, FileRef):
             clip = self.clips.load(content, index, epoch, augment)
         elif isinstance(content, own.Video):
@@ -130,11 +130,11 @@ class ClipField(Field):
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
-    of_item = staticmethod(own.video_of)
+    from_item = staticmethod(own.video_of)
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video, see `ClipDecoder.frames`; of an endless demonstration, those of a clip."""
-        content = record[self.wanted.name]
+        content = record[self.spec.name]
         if isinstance(content, FileRef):
             return self.clips.frames(content, multiple)
         return ((frame, FRAMES_PER_SECOND / self._frames_per_step) for frame in self._draw_clip(content).unbind(1))
@@ -167,27 +167,27 @@ class ClipField(Field):
 
 @dataclass(frozen=True)
 class SoundField(Field):
-    """ "waveforms": float32 in [-1, 1], as the decoder cuts them: (clip_samples,); with `most`, (k, clip_samples) of
-    1 <= k <= most clips that are spread over all of a sound, or over the part of it that a table asks for."""
+    """ "waveforms": float32 in [-1, 1], as the decoder cuts them: (clip_samples,); with `max_clips`, (k, clip_samples)
+    of 1 <= k <= max_clips clips that are spread over all of a sound, or over the part of it that a table asks for."""
 
     clips: sounds.ClipDecoder
-    most: int | None = None
+    max_clips: int | None = None
 
-    wanted: ClassVar[FieldSpec] = FieldSpec(
+    spec: ClassVar[FieldSpec] = FieldSpec(
         "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio",
         further=sounds.FURTHER_ENDINGS,
     )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        content = self.found(record)
+        content = self.content(record)
         if not isinstance(content, FileRef):
             clip = content(self.clips.sample_rate, self.clips.clip_samples)
-            return {"waveforms": clip[None] if self.most else clip}
-        if self.most:
-            return {"waveforms": self.clips.spread(content, self.most)}
+            return {"waveforms": clip[None] if self.max_clips else clip}
+        if self.max_clips:
+            return {"waveforms": self.clips.spread(content, self.max_clips)}
         return {"waveforms": self.clips.load(content, index, epoch, augment)}
 
-    of_item = staticmethod(own.sound_of)
+    from_item = staticmethod(own.sound_of)
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,12 @@ class TextsField(Field):
     tokenizer: Tokenizer
     seed: int = 0
 
-    wanted: ClassVar[FieldSpec] = TEXTS
+    spec: ClassVar[FieldSpec] = TEXTS
 
-    of_item = staticmethod(own.texts_of)
+    from_item = staticmethod(own.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        captions, label = texts_of(self.found(record))
+        captions, label = texts_of(self.content(record))
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
         if not augment:  # validation encodes all: fail here, where the error names the sound
@@ -218,12 +218,12 @@ class TextsField(Field):
 class CaptionsField(Field):
     """ "captions": those of a sound, none if they cannot be read."""
 
-    wanted: ClassVar[FieldSpec] = TEXTS
-    of_item = staticmethod(own.texts_of)
+    spec: ClassVar[FieldSpec] = TEXTS
+    from_item = staticmethod(own.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         try:
-            return {"captions": texts_of(self.found(record)).captions}
+            return {"captions": texts_of(self.content(record)).captions}
         except (OSError, ValueError):
             return {"captions": []}
 
@@ -235,17 +235,17 @@ class CaptionField(Field):
 
     tokenize: Callable[[Sequence[str]], Tensor] | None = None
 
-    wanted: ClassVar[FieldSpec] = FieldSpec("texts", "caption", (".txt",), TEXT_KEYS, as_cells=True)
+    spec: ClassVar[FieldSpec] = FieldSpec("texts", "caption", (".txt",), TEXT_KEYS, as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        caption = self.found(record)
+        caption = self.content(record)
         if isinstance(caption, FileRef):
             caption = read_sentence(caption)
         elif not isinstance(caption, str):
             caption = next(iter(texts_of_row(caption or {}).captions), "")
         return {"captions": caption, **({"tokens": self.tokenize([caption])[0]} if self.tokenize else {})}
 
-    of_item = staticmethod(own.caption_of)
+    from_item = staticmethod(own.caption_of)
 
 
 def texts_of(content: Any) -> Texts:

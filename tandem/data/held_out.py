@@ -9,12 +9,12 @@ from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tandem.data.sources.files import is_address
+from tandem.data.sources.files import is_url
 from tandem.data.sources.own import data_of
 
 from .feed import divided
 from .fields import ConcatSamples, SampleDataset
-from .sets import images_of, videos_of
+from .sets import image_opener, video_opener
 
 
 class Part(SampleDataset):
@@ -48,10 +48,10 @@ class DataSplit(NamedTuple):
 
 
 def divided_by(run: argparse.Namespace, **image_options: Any) -> DataSplit:
-    """The current data of a run with these arguments; `image_options`: see `images_of`. Raises ValueError, in one line,
-    if there are no such samples or too few."""
+    """The current data of a run with these arguments; `image_options`: see `image_opener`. Raises ValueError, in one
+    line, if there are no such samples or too few."""
     is_video = run.data_flag == "video_folder"
-    open_set = videos_of(run) if is_video else images_of(run, **image_options)
+    open_set = video_opener(run) if is_video else image_opener(run, **image_options)
     spec = data_of(run, run.data_flag)
     samples = open_set(spec)
     train, *other_splits = divided(samples, run, str(spec))
@@ -61,7 +61,7 @@ def divided_by(run: argparse.Namespace, **image_options: Any) -> DataSplit:
     if run.valid_folder:
         held_out_samples = ConcatSamples(held_out_samples, open_set(run.valid_folder))
     if is_video and run.image_folder:
-        train_samples = ConcatSamples(train_samples, images_of(run)(run.image_folder))
+        train_samples = ConcatSamples(train_samples, image_opener(run)(run.image_folder))
     return DataSplit(train_samples, held_out_samples, samples.fingerprint)
 
 
@@ -84,7 +84,7 @@ def count_trained_on(run: argparse.Namespace, samples: SampleDataset, data: str)
 def places_of(run: argparse.Namespace) -> str:
     """The folders of a run's data. Relative paths are resolved from the current folder."""
     folders = [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
-    are_fixed = [folder.startswith("demo:") or is_address(folder) for folder in folders]
+    are_fixed = [folder.startswith("demo:") or is_url(folder) for folder in folders]
     return " and ".join(
         folder if is_fixed else os.path.abspath(folder) for folder, is_fixed in zip(folders, are_fixed, strict=True)
     )
@@ -94,5 +94,5 @@ def _may_share_files(first: str, second: str) -> bool:
     """Whether one of two paths of data is the other, or lies inside it."""
     if any(path.startswith("demo:") for path in (first, second)):
         return False
-    outer, inner = sorted((path if is_address(path) else os.path.realpath(path) for path in (first, second)), key=len)
+    outer, inner = sorted((path if is_url(path) else os.path.realpath(path) for path in (first, second)), key=len)
     return inner == outer or inner.startswith(os.path.join(outer, ""))

@@ -14,7 +14,7 @@ from tandem.data.decoding.images import CENTER, Crop
 from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
 from tandem.data.sources.embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from tandem.data.sources.opening import open_source
-from tandem.data.sources.own import OwnData, OwnSource, data_of
+from tandem.data.sources.own import DatasetSpec, UserDatasetSource, data_of
 from tandem.data.sources.record import FieldSpec, RecordSource
 
 from .decoding import sounds, videos
@@ -35,7 +35,7 @@ from .tokenizers import Tokenizer
 if TYPE_CHECKING:
     from tandem.distributed import Backend
 
-Spec = str | OwnData | None
+Spec = str | DatasetSpec | None
 
 _LARGEST_CLIP_BYTES = 1 << 32
 _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
@@ -43,7 +43,7 @@ _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of
 
 def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **numbers: Any) -> RecordSource:
     """The source that a flag names: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
-    (`OwnData`); or a path, see `open_source`. No sample is opened.
+    (`DatasetSpec`); or a path, see `open_source`. No sample is opened.
 
     Args:
         field_specs: What fields look for; the first one makes a sample.
@@ -52,8 +52,8 @@ def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: 
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
-    if isinstance(spec, OwnData):
-        return OwnSource(spec)
+    if isinstance(spec, DatasetSpec):
+        return UserDatasetSource(spec)
     demo = demo_name(kind)
     return open_demo(spec or demo, kind, seed) or open_source(str(spec), field_specs, demo=demo, **numbers)
 
@@ -77,17 +77,17 @@ def _open_feed(
 def open_images(spec: Spec, field: type[ImageField] = ImageField, **options: Any) -> SampleDataset:
     """A set of images: see `open_records` for `spec` and what is raised, and `ImageField` for the arguments."""
     fields = [field(**options)]
-    return SampleDataset(open_records(spec, [fields[0].wanted], "shapes", fields[0].seed), fields)
+    return SampleDataset(open_records(spec, [fields[0].spec], "shapes", fields[0].seed), fields)
 
 
-def images_of(args: argparse.Namespace, **options: Any) -> Callable[..., SampleDataset]:
+def image_opener(args: argparse.Namespace, **options: Any) -> Callable[..., SampleDataset]:
     """A function that opens sets of images by the flags of a run; `options`: further arguments of `ImageField`."""
     return partial(open_images, **_picture_options(args, args.image_size), **options)
 
 
 def image_data(args: argparse.Namespace, processes: Backend, channels: int = 3) -> TrainingData:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `TrainingData` raises."""
-    return _open_feed(images_of(args, channels=channels), args, processes, "image_folder", "image")
+    return _open_feed(image_opener(args, channels=channels), args, processes, "image_folder", "image")
 
 
 def _picture_options(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
@@ -105,13 +105,13 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
         )
     clips = videos.ClipDecoder(image_size, num_frames, **options)
     fields = [ClipField(clips, flip)]
-    source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
-    if not isinstance(source, DemoSource | OwnSource):
+    source = open_records(spec, [fields[0].spec], "moving", clips.seed)
+    if not isinstance(source, DemoSource | UserDatasetSource):
         videos.require_decoder()
     return SampleDataset(source, fields)
 
 
-def videos_of(args: argparse.Namespace) -> Callable[..., SampleDataset]:
+def video_opener(args: argparse.Namespace) -> Callable[..., SampleDataset]:
     """A function that opens sets of clips by the flags of a run."""
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
     clip_options = {name: getattr(args, name) for name in names}
@@ -124,9 +124,9 @@ def video_data(args: argparse.Namespace, processes: Backend) -> TrainingData:
     feed_options = dict[str, Any]()
     if args.image_folder:
         sources = f"{data_of(args, 'video_folder')} and {args.image_folder}"
-        open_second = partial(images_of(args), args.image_folder, OneFrameField)
+        open_second = partial(image_opener(args), args.image_folder, OneFrameField)
         feed_options = {"open_second": open_second, "second_every": args.image_every, "source": sources}
-    return _open_feed(videos_of(args), args, processes, "video_folder", "clip", **feed_options)
+    return _open_feed(video_opener(args), args, processes, "video_folder", "clip", **feed_options)
 
 
 def open_sounds(
@@ -143,7 +143,7 @@ def open_sounds(
     source = _open_sound_source(spec, fields, seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
-    if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
+    if tokenizer and not isinstance(source, UserDatasetSource) and not has_content(source, "texts"):
         raise ValueError(
             f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
             "to be a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, "
@@ -152,15 +152,15 @@ def open_sounds(
     return SampleDataset(source, fields)
 
 
-def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> SampleDataset:
-    """A set of sounds, each by at most `most` clips, and their captions: see `open_records` for `spec` and what is
+def open_sounds_in_clips(spec: str, clips: sounds.ClipDecoder, max_clips: int) -> SampleDataset:
+    """A set of sounds, each by at most `max_clips` clips, and their captions: see `open_records` for `spec` and what is
     raised, and `SoundField`."""
-    fields = [SoundField(clips, most), CaptionsField()]
+    fields = [SoundField(clips, max_clips), CaptionsField()]
     return SampleDataset(_open_sound_source(spec, fields), fields)
 
 
 def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> RecordSource:
-    source = open_records(spec, [field.wanted for field in fields], "tones", seed)
+    source = open_records(spec, [field.spec for field in fields], "tones", seed)
     if not isinstance(source, DemoSource):
         sounds.require_decoders()
     return source
@@ -206,10 +206,10 @@ def open_conditioned(
         CaptionField(tokenize),
     ]
     stored_kinds = [] if tokenize else [kind for kind in takes if kind not in rows]
-    field_specs = [*(field.wanted for field in fields), *(kind.wanted for kind in stored_kinds)]
+    field_specs = [*(field.spec for field in fields), *(kind.spec for kind in stored_kinds)]
     source = open_records(spec, field_specs, "scenes", seed, **numbers)
     selects_shards = numbers.get("start_shard") or numbers.get("end_shard") is not None
-    if selects_shards and isinstance(source, DemoSource | OwnSource):
+    if selects_shards and isinstance(source, DemoSource | UserDatasetSource):
         raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
     for kind in [] if tokenize else takes:
         embedding = (
@@ -219,7 +219,7 @@ def open_conditioned(
         )
         if embedding is None:
             raise ValueError(
-                f"the model takes {kind.wanted.noun}s, and {spec!r} has none: put KEY{kind.wanted.endings[0]} beside "
+                f"the model takes {kind.spec.noun}s, and {spec!r} has none: put KEY{kind.spec.endings[0]} beside "
                 f"each image, give {kind.flag}, compute them with --clip, or train without by --condition_on none"
             )
         if kind == TEXT and embedding.shape[0] > longest_text:
@@ -227,8 +227,8 @@ def open_conditioned(
                 f"texts of {embedding.shape[0]} tokens are longer than --max_text_len {longest_text}: raise it"
             )
         fields.append(embedding)
-    is_own = isinstance(source, OwnSource)
-    if flip and ((takes and not tokenize) or (not is_own and has(source, "texts"))):
+    is_own = isinstance(source, UserDatasetSource)
+    if flip and ((takes and not tokenize) or (not is_own and has_content(source, "texts"))):
         raise ValueError(_NO_FLIP)
     return SampleDataset(source, fields)
 
@@ -267,7 +267,7 @@ def _embedding_shapes(samples: SampleDataset) -> dict[Kind, tuple[Any, ...]]:
     return {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
 
 
-def has(source: RecordSource, name: str) -> bool:
+def has_content(source: RecordSource, name: str) -> bool:
     """Whether any record holds something of this name."""
     return bool(source.examples(name))
 
@@ -278,6 +278,6 @@ def _check_widths(valid: SampleDataset, trained: SampleDataset, folder: str) -> 
         width, expected = (_embedding_shapes(samples).get(kind, (None,))[-1] for samples in (valid, trained))
         if width != expected:
             raise ValueError(
-                f"{kind.wanted.noun}s of --valid_folder {folder} have {width} numbers, those to train on {expected}: "
+                f"{kind.spec.noun}s of --valid_folder {folder} have {width} numbers, those to train on {expected}: "
                 "compute them with the same model"
             )

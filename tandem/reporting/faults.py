@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from tandem.io.reading import counted
-from tandem.training.run_folder.starts import place
+from tandem.training.run_folder.starts import describe_placement
 
 # Kind of mark, noun for what is counted, and the action of the run.
 _COUNTS = {"skipped_updates": ("skipped", "update", "skipped"), "bad_samples": ("bad", "bad sample", "replaced")}
@@ -46,7 +46,7 @@ def _resume_marks(starts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any
         else:
             loss_text = "had saved nothing" if step == 0 else "lost what came after it"
             kind, cause = "killed", f"was killed or failed, and {loss_text}"
-        old_machine, machine = place(previous), place(start)
+        old_machine, machine = describe_placement(previous), describe_placement(start)
         move = f"; from {old_machine} to {machine}" if old_machine != machine else f", on {machine}" if machine else ""
         with_length = " with another length" if is_other_length else ""
         text = f"started again from update {step:,}{with_length}: the start before {cause}{move}"

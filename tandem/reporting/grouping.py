@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
-from tandem.training.metrics.directions import COSTS, better
+from tandem.training.metrics.directions import COSTS, better_direction
 
 _OPTIMISATION_WORDS = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
                        "bad_samples")  # fmt: skip
@@ -21,7 +21,7 @@ def group_of(metric: str) -> str:
         return "Costs"
     if any(last == word or last.endswith(f"_{word}") for word in _OPTIMISATION_WORDS):
         return "Optimisation"
-    if better(metric) == "low" or last.endswith("_loss") or last in ("kl", "commitment", "entropy"):
+    if better_direction(metric) == "low" or last.endswith("_loss") or last in ("kl", "commitment", "entropy"):
         return "Losses"
     return "Other values"
 

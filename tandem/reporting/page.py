@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.io.installed import missing_package
-from tandem.training.metrics.directions import better
+from tandem.training.metrics.directions import better_direction
 from tandem.training.run_folder.starts import now
 
 from .grouping import groups
@@ -48,7 +48,7 @@ def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "made": now(),
         "runs": list(runs),
         "groups": groups(metrics, {*metrics} - not_zero),
-        "directions": {name: direction for name in dict.fromkeys(metrics) if (direction := better(name))},
+        "directions": {name: direction for name in dict.fromkeys(metrics) if (direction := better_direction(name))},
     }
 
 

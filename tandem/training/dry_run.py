@@ -46,7 +46,7 @@ def run_dry(
         timing: list[float] = []
         with _timed(timing, device):
             action.do()
-            failure = run.checkpoints.why_not_saved()
+            failure = run.checkpoints.save_failure()
         if failure:
             run.say(failure)
             raise Failed
@@ -80,7 +80,7 @@ def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
     """The operations of an update and their share of what the devices could do; None if not counted. Collective."""
     processes = run.processes
     device, precision = processes.device, processes.options.precision
-    flops = processes.sum({"flops": run.operations.of(kind)})["flops"]
+    flops = processes.sum({"flops": run.operations.flops_of(kind)})["flops"]
     if math.isnan(flops):
         return None
     if run.peak:

@@ -24,16 +24,16 @@ class Action:
         name: Its name in a dry run.
         every: The number n of updates; 0: only at the end.
         do: May return values for the line of metrics.
-        is_asked: Whether it happens after this update in any case.
-        measures: The line of metrics waits for this action, which may take long: a checkpoint of the same update, which
-            comes before it in the list, records that it is still to be done.
+        is_requested: Whether it happens after this update in any case.
+        measures: Whether its values belong to the line of metrics, which is then written after it. As it may take long,
+            the checkpoint of the same update comes first, and records that this action is still to be done.
     """
 
     name: str
     every: int
     do: Callable[[], Mapping[str, Any] | None]
     measures: bool = False
-    is_asked: Callable[[], bool] = lambda: False
+    is_requested: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ _INTERVAL = 100
 
 
 @contextmanager
-def collected_together() -> Iterator[Callable[[int], None]]:
+def synchronized_collection() -> Iterator[Callable[[int], None]]:
     """Context in which Python collects garbage after the same updates on all processes: the context gives a function to
     be called with the number of completed updates. Otherwise each process would collect after another update, and all
     others would wait: a full collection takes 0.26 s, most of it for imported objects, which are frozen after the first

@@ -65,7 +65,7 @@ class Generation:
         self._processes, self._seed = processes, seed
 
     @torch.no_grad()
-    def judge(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
+    def measure(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
         """Draw a picture for each of `count` samples of the validation split, which is repeated if it holds fewer;
         return their quality beside the real images, with the cosines of `clip`. Collective."""
 
@@ -139,7 +139,7 @@ class Generation:
             ):  # some processes may have none left, and wait
                 if start < count:
                     draw(range(start, start + size))
-            self._feed.ask()
+            self._feed.check_stop_request()
 
 
 def sampling_example(args: argparse.Namespace) -> list[str]:

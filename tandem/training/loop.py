@@ -1,4 +1,4 @@
-"""The order of everything that happens around an update, once for all scripts."""
+"""The training loop of all scripts: what happens around an update, and in which order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.io.exits import AskedToStop
 from .dry_run import run_dry
 from .ema import final_weights
 from .evaluation import Action, Evaluation
-from .garbage import collected_together
+from .garbage import synchronized_collection
 
 if TYPE_CHECKING:
     from .run import Run
@@ -30,9 +30,10 @@ def updates(
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, exit if the run is asked to stop, and do the `actions` that are due. The line of metrics is
-    written before them, or after those that measure. Before and within a validation or a picture, a request to stop is
-    answered at once; the next start then makes it. The actions of `extra_actions` need the validation split, and are
-    left out without one. After the last update the models are written. Yields nothing if the run is complete.
+    written before them, or after those that measure. If the run is asked to stop before or during a validation or a
+    picture, it stops at once, and its next start makes up for that. The actions of `extra_actions` need the validation
+    split, and are left out without one. After the last update the models are written. Yields nothing if the run is
+    complete.
 
     `kind` is (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
     operations the update has.
@@ -41,7 +42,7 @@ def updates(
         AskedToStop: after a stop request, for which the run is saved.
         Failed: the last checkpoint or model cannot be written.
     """
-    with collected_together() as collect:
+    with synchronized_collection() as collect:
         is_first = True
         for step, batch in _updates(run, evaluations, preview, extra_actions, kind):
             yield step, batch
@@ -58,11 +59,11 @@ def _updates(
     extra_actions: Sequence[Action],
     kind: Callable[[int, Any], Hashable],
 ) -> Iterator[tuple[int, Any]]:
-    """`updates` without the collection of garbage."""
-    run.tell("start", evaluations)
+    """`updates` without `synchronized_collection`."""
+    run.notify("start", evaluations)
     for evaluation in evaluations:
         if evaluation.best:
-            evaluation.best.catch_up(run.progress.step, run.evaluated_before)
+            evaluation.best.catch_up(run.progress.step, run.previous_evaluation)
             run.warn(evaluation.best.failure)
     if run.is_complete:
         run.close()
@@ -73,8 +74,8 @@ def _updates(
     batch = feed.start(run.progress.samples)
     samples = feed.preview(preview)
 
-    def ask() -> None:
-        run.tell("evaluation")
+    def check_stop_request() -> None:
+        run.notify("evaluation")
         if run.stop_requested(now=True):
             raise AskedToStop
 
@@ -82,7 +83,7 @@ def _updates(
         shapes = ((name, tensor.shape) for name, tensor in batch.items() if isinstance(tensor, torch.Tensor))
         return kind(step, batch), *shapes
 
-    feed.ask = ask
+    feed.check_stop_request = check_stop_request
     all_actions = actions(run, evaluations, samples, extra_actions)
     try:
         if run.args.dry_run:
@@ -92,13 +93,13 @@ def _updates(
             with run.clock.paused():
                 _run_actions(run, evaluations, [action for action in _due(run, all_actions) if action.measures])
         while not run.progress.finished:
-            run.tell("update", batch)
+            run.notify("update", batch)
             run.processes.norms_are_logged = run.is_line_due
             step = run.progress.step
             with run.profiler.update(step + 1), run.operations.update(update_kind(step, batch)):
                 yield step, batch
             run.advance()
-            run.tell("updated", batch)
+            run.notify("updated", batch)
             run.check_clock()
             due_actions = _due(run, all_actions)
             is_measuring = any(action.measures for action in due_actions)
@@ -108,7 +109,7 @@ def _updates(
                 if due_actions or stop or line:
                     feed.report_bad_samples(run.say)
                 if is_measuring:
-                    run.leave_evaluation(line)
+                    run.postpone_evaluation(line)
                 else:
                     _write_line(run, evaluations, line)
                 if stop:
@@ -129,14 +130,14 @@ def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, extra_act
         "validation", args.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True
     )
     return [
-        Action("checkpoint", args.save_every_n_steps, run.save, is_asked=lambda: run.is_save_due),
+        Action("checkpoint", args.save_every_n_steps, run.save, is_requested=lambda: run.is_save_due),
         *([validation, *extra_actions] if len(run.feed.valid_set) else []),
         Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, samples), measures=True),
     ]
 
 
 def _due(run: Run, all_actions: Sequence[Action]) -> list[Action]:
-    return [action for action in all_actions if run.due(action.every) or action.is_asked()]
+    return [action for action in all_actions if run.due(action.every) or action.is_requested()]
 
 
 def _run_actions(run: Run, evaluations: Sequence[Evaluation], due_actions: Sequence[Action]) -> None:
@@ -161,7 +162,7 @@ def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, 
 
 def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
     for evaluation in evaluations:
-        run.feed.ask()
+        run.feed.check_stop_request()
         with ExitStack() as stack, torch.no_grad():
             contexts = {"online": evaluation.engine.full_weights, **evaluation.average.averages()}
             models = {name: stack.enter_context(gather()) for name, gather in contexts.items()}

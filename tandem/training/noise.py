@@ -71,7 +71,9 @@ class Noise:
         words = torch.tensor([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], dtype=torch.int64)
         return to_device(words.view(len(seeds), 2), device)
 
-    def _draw(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
+    def _draw(
+        self, distribution: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device
+    ) -> Tensor:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
         seeds = [self.seed_of(step, position) for position in positions]
         if rows.device.type == "cpu":
@@ -80,7 +82,7 @@ class Noise:
             philox = np.random.Philox(key=0)
             state = philox.state
             generator = np.random.Generator(philox)
-            fill = generator.random if law == "uniform" else generator.standard_normal
+            fill = generator.random if distribution == "uniform" else generator.standard_normal
             for row, seed in zip(rows.numpy(), seeds, strict=True):
                 state["state"]["key"][0] = seed
                 philox.state = state
@@ -88,6 +90,6 @@ class Noise:
         else:
             torch_generator = torch.Generator(rows.device)
             for row, seed in zip(rows, seeds, strict=True):
-                fill = row.uniform_ if law == "uniform" else row.normal_
+                fill = row.uniform_ if distribution == "uniform" else row.normal_
                 fill(generator=torch_generator.manual_seed(seed))
         return rows.view(len(positions), *shape)

@@ -1,4 +1,4 @@
-"""A run: its folder, clock, trackers and checkpoints, opened together and kept in step."""
+"""A run: its folder, clock, trackers and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.devices import has_pinned_memory
 from tandem.io.exits import AskedToStop, Failed
 from tandem.io.reading import counted, error_text
 from tandem.training.checkpoint.averages import AverageFiles
-from tandem.training.checkpoint.format import damaged
+from tandem.training.checkpoint.format import damage_error
 from tandem.training.checkpoint.listing import step_of
 from tandem.training.checkpoint.models import MODELS, Models
 from tandem.training.checkpoint.store import Checkpoints, Stateful
@@ -31,10 +31,10 @@ from tandem.training.logging.progress import (
     ProgressDisplay,
     changes,
     closing_lines,
+    describe_length,
     describe_part,
     duration,
-    length_of,
-    plain,
+    format_setting,
     total_steps_from,
 )
 from tandem.training.logging.trackers import Trackers
@@ -99,11 +99,13 @@ class Run:
             )
         size = feed.samples_per_epoch
         total_steps = processes.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
-        self._length_flag, self.length = length_of(args.epochs, args.max_steps, size, args.batch_size, args.max_minutes)
+        self._length_flag, self.length = describe_length(
+            args.epochs, args.max_steps, size, args.batch_size, args.max_minutes
+        )
         self.progress = Progress(args.batch_size, size, total_steps)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
-            synced_first=self.folder.metrics_file, check=self.folder.check_is_here,
+            sync_first=self.folder.metrics_file, check=self.folder.check_is_here,
         )  # fmt: skip
         self._averages = AverageFiles(self.folder.path / "snapshots")
         self._models: list[str] = []  # paths of the models that were written
@@ -114,7 +116,7 @@ class Run:
         #: Whether a checkpoint is due by --save_every_minutes; `check_clock` sets it on all processes.
         self.is_save_due, self._next_clock_step = False, 0
         #: Values of the evaluation of the checkpoint's update, if it was made before the run ended.
-        self.evaluated_before: dict[str, Any] = {}
+        self.previous_evaluation: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         histogram_interval = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
@@ -149,8 +151,8 @@ class Run:
         finally:
             cls._watchers.remove(watch)
 
-    def tell(self, event: str, about: Any = None) -> None:
-        """Call the functions given to `watched`: the loop has come to an event."""
+    def notify(self, event: str, about: Any = None) -> None:
+        """Call the functions given to `watched` with an event of the loop."""
         for watch in self._watchers:
             watch(self, event, about)
 
@@ -192,16 +194,16 @@ class Run:
             self.checkpoints.restore(latest, states, self._parts)
             with processes.raise_on_all_ranks():
                 if self.progress.step != step_of(latest):
-                    raise damaged(latest, f"it holds the state of update {self.progress.step}")
+                    raise damage_error(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
             # The run ends here if it was about to end; otherwise after one more update, which has a line and a save.
             is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
             self._end_at(self.progress.step + (0 if is_end else 1))
         if self.progress.unfinished_line is not None:
             with processes.raise_on_all_ranks():
-                self.evaluated_before = self._evaluated_line()
-            self.evaluated_before = processes.broadcast_object(self.evaluated_before)
-            if self.evaluated_before:
+                self.previous_evaluation = self._evaluated_line()
+            self.previous_evaluation = processes.broadcast_object(self.previous_evaluation)
+            if self.previous_evaluation:
                 self.progress.unfinished_line = None
         self._resumed_step = self.progress.step
         with processes.raise_on_all_ranks():
@@ -209,12 +211,12 @@ class Run:
                 start = {"script": self.args.script, "step": self.progress.step, **processes.describe()}
                 start["data_fingerprint"] = self.feed.first.fingerprint
                 changed_flags = self.folder.begin(self._settings, start)
-                self.checkpoints.left += self._averages.cut_back(self.progress.step)
+                self.checkpoints.undeleted += self._averages.cut_back(self.progress.step)
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
         self.display = ProgressDisplay(
             self.progress, processes.is_root, columns=self._columns,
-            most_left=lambda: self.clock.run_seconds - self.clock.seconds,
+            max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
         )  # fmt: skip
         self.display.remember(self.tracker.last_validation)
         for line in messages:
@@ -230,7 +232,7 @@ class Run:
             for line in changes(written_by, processes.describe()):
                 self.say(line)
             for name, (old, new) in changed_flags.items():
-                self.say(f"--{name} was {plain(old)} and is now {plain(new)}")
+                self.say(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
         if self.is_complete:
             self.say(
                 f"this run is finished, its model is in {self.folder.model_dir}; "
@@ -343,7 +345,7 @@ class Run:
         """Start to write a checkpoint of all parts, and the averages beside it, unless this update was already
         saved. Collective."""
         step = self.progress.step
-        if self.checkpoints.requested_step == step and not self.checkpoints.why_not_saved():
+        if self.checkpoints.requested_step == step and not self.checkpoints.save_failure():
             return
         with self.clock.saving():
             self.checkpoints.join()
@@ -364,7 +366,7 @@ class Run:
         return {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
 
     def _report_saves(self, *, at_end: bool = False) -> None:
-        for line in self.checkpoints.news(at_end=at_end):
+        for line in self.checkpoints.messages(at_end=at_end):
             self.say(line)
 
     def report_validation_share(self, share: float) -> None:
@@ -376,7 +378,7 @@ class Run:
                 f"--validate_every_n_steps {self.args.validate_every_n_steps}): lower the first or raise the second"
             )
 
-    def leave_evaluation(self, line: Mapping[str, Any]) -> None:
+    def postpone_evaluation(self, line: Mapping[str, Any]) -> None:
         """From now on, a checkpoint of this update records that its evaluation is still to be made; `line` is logged
         after that, with the present times."""
         self.progress.unfinished_line = {**line, **self.clock.times(self.progress.samples)} if line else {}
@@ -400,7 +402,7 @@ class Run:
                     f"{self.args.save_before_minutes:g} allows: raise that, or lower --valid_samples"
                 )
         self.save()
-        if not self.checkpoints.why_not_saved():
+        if not self.checkpoints.save_failure():
             command_hint = "without --fresh" if self.args.fresh else "again"
             limit = f"--save_before_minutes {self.args.save_before_minutes:g}" if self._is_late else ""
             self.say(f"{limit or 'asked to stop'}: saved update {step}; run the same command {command_hint} to go on")

@@ -17,8 +17,8 @@ from typing import Any
 from tandem.io.installed import installed_command
 from tandem.io.reading import counted
 from tandem.reporting.curves import MetricsFile
-from tandem.training.metrics.directions import COSTS, FAULTS, better
-from tandem.training.run_folder.starts import last_start, place
+from tandem.training.metrics.directions import COSTS, FAULTS, better_direction
+from tandem.training.run_folder.starts import describe_placement, last_start
 
 CARD, PICTURE = "README.md", "sample.png"
 
@@ -190,7 +190,7 @@ def _metrics_table(metrics: MetricsFile) -> str:
     rows = []
     for name in names:
         if last := curves[name]["last"]:
-            best = curves[name][better(name)] if better(name) else None
+            best = curves[name][better_direction(name)] if better_direction(name) else None
             rows.append(f"| {name} | {last[0]:.5g} " + (f"| {best[0]:.5g} | {best[1]} |" if best else "| | |"))
     header = "## Metrics\n\n| metric | last | best | update of the best |\n|---|---|---|---|\n"
     return header + "\n".join(rows) if rows else ""
@@ -199,7 +199,7 @@ def _metrics_table(metrics: MetricsFile) -> str:
 def _environment(start: Mapping[str, Any]) -> str:
     """The section about the last start of the run, "" if it is not known; without hosts, paths and commands."""
     facts: dict[str, Any] = {}
-    if machine := place(start):
+    if machine := describe_placement(start):
         facts["processes"] = f"{machine}, {start.get('precision')}"
     packages = start.get("packages")
     facts |= {"Python": start.get("python"), **(packages if isinstance(packages, dict) else {})}

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from tandem.commands import parser_of
+from tandem.commands import script_parser
 from tandem.config.fields import identity
 from tandem.config.parser import ArgumentParser
 from tandem.training.run_folder.starts import script_of
@@ -46,7 +46,7 @@ def arguments_of(run: Path) -> argparse.Namespace:
         config = None
     if name is None or not isinstance(config, dict) or name not in {kind.script for kind in KINDS.values()}:
         raise ValueError(f"{run} is no run folder: expected its config.yaml and starts.jsonl")
-    parser = parser_of(name)
+    parser = script_parser(name)
     arguments = vars(parser.with_values(_supported_settings(config, parser)))
     return argparse.Namespace(**arguments, script=name, data_flag=parser.data_flag)
 
@@ -62,7 +62,7 @@ def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
 
     with contextlib.suppress(OSError, ValueError):
         if isinstance(config := read_yaml(run / "config.yaml"), dict):
-            parser = parser_of(kind.script)
+            parser = script_parser(kind.script)
             supported = _supported_settings(config, parser)
             architecture = [name for name, compare in parser.fixed_on_resume.items() if compare is identity]
             settings = public_settings(parser, supported, architecture)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.data.bad_samples import BadSample, BadSampleLog
-from tandem.training.checkpoint.format import read_checkpoint, write_folder
+from tandem.training.checkpoint.format import read_checkpoint, write_checkpoint
 from tandem.training.checkpoint.snapshot import Snapshot
 from tests.data.helpers import one_line
 
@@ -21,7 +21,7 @@ def saved(log: BadSampleLog, folder: Path) -> dict[str, Any]:
     """Its state, out of a checkpoint."""
     snapshot = Snapshot({"bad_samples": log.state_dict()})
     snapshot.finish()
-    write_folder(folder, snapshot.tensors, {"parts": snapshot.values, "meta": {}})
+    write_checkpoint(folder, snapshot.tensors, {"parts": snapshot.values, "meta": {}})
     return read_checkpoint(folder)[0]["bad_samples"]
 
 

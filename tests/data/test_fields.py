@@ -18,7 +18,7 @@ from tandem.data.decoding.images import FORMATS
 from tandem.data.fields import TEXTS, texts_of
 from tandem.data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
 from tandem.data.sources.embeddings import KINDS
-from tandem.data.sources.own import OwnData
+from tandem.data.sources.own import DatasetSpec
 from tandem.data.sources.record import FileRef
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.decoding.films import SIDE, numbers, picture, write_video
@@ -30,9 +30,9 @@ N = 12
 WORDS = open_tokenizer(str(TOKENIZER), 8)
 
 
-def own(item: Any) -> OwnData:
+def own(item: Any) -> DatasetSpec:
     """What --dataset names: a dataset of what a function gives for an index, or of one item."""
-    return OwnData(named(Items(item if callable(item) else lambda index: item)), argparse.Namespace(seed=0))
+    return DatasetSpec(named(Items(item if callable(item) else lambda index: item)), argparse.Namespace(seed=0))
 
 
 # Texts.

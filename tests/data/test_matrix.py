@@ -27,7 +27,7 @@ from tandem.data.fields import (
 )
 from tandem.data.sets import open_records
 from tandem.data.sources.embeddings import IMAGE, TEXT, EmbeddingField
-from tandem.data.sources.own import OwnData
+from tandem.data.sources.own import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.sources import FILES, Record, encoded, gif, npy, wav
 from tests.scripts import TOKENIZER
@@ -114,7 +114,7 @@ FIELDS = {
         part={"waveforms": WAVE[RATE // 40 : RATE // 40 + CLIP]},
     ),
     "clips": Case(  # spread over a sound
-        lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP), most=3), CaptionsField()],
+        lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP), max_clips=3), CaptionsField()],
         ({"wav": wav(WAVE, RATE), "txt": b"a bell"}, {"waveforms": WAVE.reshape(2, CLIP), "captions": ["a bell"]}),
         ({"wav": b"none", "txt": b"a horn"}, (BAD, "")),
         ({"wav": wav(WAVE[: CLIP // 4], RATE), "txt": b"a drum"}, {"waveforms": np.tile(WAVE[: CLIP // 4], 4)[None]}),
@@ -146,8 +146,8 @@ FIELDS = {
 
 def opened(case: Case, spec: Path | str) -> SampleDataset:
     fields = case.fields()
-    own = OwnData(spec, argparse.Namespace(seed=0)) if isinstance(spec, str) else str(spec)
-    return SampleDataset(open_records(own, [field.wanted for field in fields], "shapes", 0), fields)
+    own = DatasetSpec(spec, argparse.Namespace(seed=0)) if isinstance(spec, str) else str(spec)
+    return SampleDataset(open_records(own, [field.spec for field in fields], "shapes", 0), fields)
 
 
 def check(samples: SampleDataset, index: int, expected: Found | tuple[Any, str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data.decoding.arrays import find_array
+from tandem.data.decoding.arrays import read_array_header
 from tandem.data.decoding.images import decode_image
 from tandem.data.decoding.sounds import ClipDecoder as SoundDecoder
 from tandem.data.decoding.texts import read_sentence, read_texts
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def opened(path: Path) -> Any:
-    return open_source(str(path), [ImageField(8).wanted, TEXTS], demo="demo:shapes")
+    return open_source(str(path), [ImageField(8).spec, TEXTS], demo="demo:shapes")
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     ".png": lambda path: decode_image(FileRef(str(path)), 8, 3),
     ".flac": lambda path: SoundDecoder(16000, 1600).load(FileRef(str(path)), 0),
     ".mp4": lambda path: VideoDecoder(8, 2).load(FileRef(str(path)), 0),
-    ".npy": lambda path: find_array(FileRef(str(path))),
+    ".npy": lambda path: read_array_header(FileRef(str(path))),
     ".txt": lambda path: read_texts(FileRef(str(path))),
     ".caption.txt": lambda path: read_sentence(FileRef(str(path))),
     ".caption.json": lambda path: read_texts(FileRef(str(path))),

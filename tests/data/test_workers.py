@@ -227,8 +227,8 @@ HANGS = f"""
 import os, sys, time
 import psutil
 sys.path.insert(0, {str(ROOT)!r})
-from tandem.data import workers
-workers._BEGIN_SECONDS = (1, 1)
+from tandem.data.sampling import workers
+workers._START_TIMEOUTS = (1, 1)
 forks = []
 
 def hang():  # as a lock does that another thread held, before the child's os.fork returns

@@ -16,11 +16,11 @@ from tandem.devices import full_precision
 from tandem.distributed import Backend, devices
 from tandem.distributed.devices import (
     allow_open_files,
+    available_threads,
     check_compiler,
     gpu_id,
     local_device,
-    own_threads,
-    shared_gpu,
+    shared_gpu_error,
     use_tf32,
 )
 from tests.processes import python
@@ -108,14 +108,14 @@ def test_two_processes_of_one_gpu_are_named_but_not_of_cpus_or_of_slices(gpus: p
     uuids = ["GPU-1", "GPU-2", "GPU-3", "GPU-2"]
     gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     ids = [gpu_id(torch.device("cuda", index)) for index in range(4)]
-    said = shared_gpu([None, *ids])
+    said = shared_gpu_error([None, *ids])
     assert said is not None and said.startswith("ranks 2 and 4 share one GPU, GPU-2;") and "\n" not in said
-    assert shared_gpu(ids[:3]) is shared_gpu([gpu_id(torch.device("cpu"))] * 2) is None
+    assert shared_gpu_error(ids[:3]) is shared_gpu_error([gpu_id(torch.device("cpu"))] * 2) is None
     slices = []
     for visible in ("MIG-1", "MIG-2"):
         gpus.setenv("CUDA_VISIBLE_DEVICES", visible)
         slices.append(gpu_id(torch.device("cuda", 0)))
-    assert shared_gpu(slices) is None
+    assert shared_gpu_error(slices) is None
     gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())  # an older PyTorch
     assert gpu_id(torch.device("cuda", 0)) is None
 
@@ -133,7 +133,7 @@ def test_a_process_keeps_its_part_of_the_cores_busy_or_as_many_as_it_was_told(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert own_threads(lambda here: [here if other == "itself" else other for other in others]) == expected
+    assert available_threads(lambda here: [here if other == "itself" else other for other in others]) == expected
 
 
 ONE_OF_512 = """

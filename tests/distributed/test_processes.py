@@ -51,7 +51,7 @@ def test_another_error_is_not_agreed_on(error: Exception) -> None:
 def test_data_that_one_process_cannot_get_ends_that_process_alone(error: Exception) -> None:
     with pytest.raises(TrainingStopped, match=r"^rank 0: broken$") as stopped:
         list(Process().each("data", map(failing, [error])))
-    assert stopped.value.alone
+    assert stopped.value.on_one_rank
     assert list(Process().each("data", "ab")) == ["a", "b"]
 
 

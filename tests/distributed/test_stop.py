@@ -28,7 +28,7 @@ def request_() -> Iterator[StopRequest]:
     of_pytest = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored, as under nohup
     before = [signal.getsignal(number) for number in SIGNALS]
     signals = Signals(lambda: False, is_root=True)
-    signals.begin()
+    signals.enable_saving()
     assert all(signal.getsignal(number) != handler for number, handler in zip(SIGNALS, before, strict=True))
     yield StopRequest(Communicator(), signals.received)
     signals.close()
@@ -38,10 +38,12 @@ def request_() -> Iterator[StopRequest]:
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: StopRequest) -> None:
-    assert not request_.agreed()
-    assert request_.agreed(here=True) and not request_.agreed()  # a process may ask for it itself, each time
+    assert not request_.is_agreed()
+    assert (
+        request_.is_agreed(by_this_process=True) and not request_.is_agreed()
+    )  # a process may ask for it itself, each time
     os.kill(os.getpid(), number)
-    assert request_.agreed() and request_.agreed()
+    assert request_.is_agreed() and request_.is_agreed()
 
 
 def forked(
@@ -56,7 +58,7 @@ def forked(
         for number in SIGNALS:  # pytest itself may run under nohup
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         signals = Signals(lambda: False, is_root=rank == 0)
-        signals.begin()
+        signals.enable_saving()
         do(signals)
     os.close(writer)
     return child, open(reader)
@@ -71,7 +73,7 @@ def ended_with(*numbers: signal.Signals, **how: Any) -> tuple[int, str]:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
         signals.close()  # hears what has come
-        os._exit(7 + StopRequest(Communicator(), signals.received).agreed())
+        os._exit(7 + StopRequest(Communicator(), signals.received).is_agreed())
 
     child, said = forked(get_them, **how)
     with said:
@@ -129,7 +131,7 @@ class Watched:
     def __init__(self, is_lost: bool = False, is_orphan: bool = False) -> None:
         self.before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.asked, self.free, self.is_lost, self.heard = threading.Event(), threading.Event(), is_lost, list[int]()
-        self.signals = Signals(lambda: is_orphan and self.signals._has_begun, is_root=True)  # private: it ends a start
+        self.signals = Signals(lambda: is_orphan and self.signals._can_save, is_root=True)  # private: it ends a start
         dog = SimpleNamespace(hear_signal=self.heard.append, verdict_within=self.verdict_within)
         self.signals.watchdog = dog  # type: ignore[assignment]
 
@@ -148,7 +150,7 @@ class Watched:
 def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it_and_the_watchdog_hears_it(is_lost: bool) -> None:
     watched = Watched(is_lost)
     os.kill(os.getpid(), signal.SIGTERM)
-    watched.signals.begin()
+    watched.signals.enable_saving()
     watched.close()
     assert watched.signals.received == {signal.SIGTERM} and watched.heard == [signal.SIGTERM]
 
@@ -166,11 +168,11 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
     numbers: list[signal.Signals], is_orphan: bool, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watched = Watched(is_orphan=is_orphan)
-    watched.signals.begin()
+    watched.signals.enable_saving()
     for number in numbers:
         os.kill(os.getpid(), number)
         assert watched.asked.wait(60)
-    watched.signals.all_stop()
+    watched.signals.announce_stop()
     os.write(2, b"saved\n")
     watched.close()
     first, last = capfd.readouterr().err.splitlines(keepends=True)
@@ -180,7 +182,7 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
 def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor_is_closed_twice() -> None:
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # under nohup not SIGHUP
     signals = Signals(lambda: False, is_root=True)
-    signals.begin()
+    signals.enable_saving()
     child = os.fork()
     if child == 0:
         is_default = all(signal.getsignal(number) == signal.SIG_DFL for number in heard)
@@ -208,7 +210,7 @@ def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own
                 received.add(signal.SIGTERM)
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
             reducer.finish()
-            answers.append(stop.agreed())
+            answers.append(stop.is_agreed())
         return answers, process.comm.calls, reducer.gradients
 
     for answers, calls, gradients in on_processes(world_size, work):
@@ -226,11 +228,14 @@ def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of
         for update in range(3):
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
             reducer.finish()
-            answers.append(stop.agreed(here=process.rank == 1 and update == 0))
+            answers.append(stop.is_agreed(by_this_process=process.rank == 1 and update == 0))
         return answers
 
     assert on_processes(2, work) == [[False, True, True]] * 2
-    assert on_processes(2, lambda process: process.stop_requested(here=process.rank == 1, now=True)) == [True] * 2
+    assert (
+        on_processes(2, lambda process: process.stop_requested(by_this_process=process.rank == 1, now=True))
+        == [True] * 2
+    )
 
 
 def test_where_no_gradients_are_sent_a_request_travels_by_itself() -> None:

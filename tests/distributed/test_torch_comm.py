@@ -100,7 +100,7 @@ def test_a_process_that_does_not_come_is_named_soon_and_at_the_end(
     came: int, local_rank: int, tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the root does not come, one process of each machine says so."""
-    monkeypatch.setattr(torch_comm, "TOLD_SECONDS", 0.01)
+    monkeypatch.setattr(torch_comm, "REPORT_SECONDS", 0.01)
     monkeypatch.setenv("MASTER_ADDR", "node7")
     monkeypatch.setenv("MASTER_PORT", "123")
     store, wait = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=0.3)
@@ -114,7 +114,7 @@ def test_a_process_that_does_not_come_is_named_soon_and_at_the_end(
 def test_a_shell_of_srun_in_which_python_is_one_process_of_two_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch_comm, "TOLD_SECONDS", 0.01)
+    monkeypatch.setattr(torch_comm, "REPORT_SECONDS", 0.01)
     monkeypatch.setattr(torch_comm, "GRACE_SECONDS", 0.3)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")  # has them deleted after the test
@@ -143,7 +143,7 @@ def test_a_machine_whose_root_does_not_come_ends_with_its_address_after_the_time
 ) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
-        monkeypatch.setattr(torch_comm, "TOLD_SECONDS", 0)
+        monkeypatch.setattr(torch_comm, "REPORT_SECONDS", 0)
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(closed.getsockname()[1]))
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -177,7 +177,7 @@ def test_processes_that_share_a_gpu_are_refused_in_one_line(backend: str) -> Non
 from tandem import distributed
 from tandem.distributed import devices
 from tests.processes import parsed
-devices.shared_gpu = lambda gpus: f"they share a GPU: {{gpus}}"
+devices.shared_gpu_error = lambda gpus: f"they share a GPU: {{gpus}}"
 with distributed.from_args(parsed("--distributed_backend", "{backend}", batch_size=1)):
     print("started")
 """
@@ -193,12 +193,12 @@ def test_gloo_gets_the_interface_towards_the_other_machines_unless_the_user_name
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is restored
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    torch_comm.let_gloo_use("no such host")
+    torch_comm.set_gloo_interface("no such host")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    torch_comm.let_gloo_use("127.0.0.1")
+    torch_comm.set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    torch_comm.let_gloo_use("127.0.0.1")
+    torch_comm.set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
@@ -212,7 +212,7 @@ def test_horovod_says_in_one_line_that_other_machines_do_not_reach_this_one(monk
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the states of threads from /proc")
 def test_a_backend_disconnects_when_threads_that_still_run_have_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as those of a process group that FSDP keeps alive, which free the tensors of the last collective."""
-    monkeypatch.setattr(torch_comm, "LONGEST_REST_SECONDS", 60.0)  # only ends a hang
+    monkeypatch.setattr(torch_comm, "THREAD_WAIT_SECONDS", 60.0)  # only ends a hang
     with ThreadPoolExecutor() as pool:
         running = pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 2_000_000)  # without the interpreter's lock
         torch_comm.leave_process_group(gracefully=True)

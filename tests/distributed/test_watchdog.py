@@ -48,7 +48,7 @@ class Job:
             for rank, mark in enumerate(self.ranks):
                 mark["count"] += rank in moving
                 if rank not in silent:
-                    self.monitor.hear(rank, dict(mark))
+                    self.monitor.record(rank, dict(mark))
             verdict = self.monitor.tick(is_asked_to_end)
         return verdict
 
@@ -114,14 +114,14 @@ def test_who_waits_for_whom_is_told_after_ten_seconds_once_for_each_phase() -> N
     job.ranks[0].update(REDUCING)
     job.ranks[1].update(REDUCING)
     job.pass_time(SILENT_TICKS - 1, {2})
-    assert job.monitor.wait() is None
+    assert job.monitor.waiting_text() is None
     job.pass_time(1, {2})
-    assert job.monitor.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (forward)"
+    assert job.monitor.waiting_text() == "2 processes have waited for 10 s for rank 2 at update 5 (forward)"
     job.pass_time(5, {2})
-    assert job.monitor.wait() is None
+    assert job.monitor.waiting_text() is None
     job.ranks[2]["phase"] = "listing the samples"
     job.pass_time(1, {2})
-    assert job.monitor.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (listing the samples)"
+    assert job.monitor.waiting_text() == "2 processes have waited for 10 s for rank 2 at update 5 (listing the samples)"
 
 
 def test_a_long_wait_for_loader_processes_is_told_once(
@@ -437,7 +437,7 @@ def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
     signals = Signals(lambda: False, is_root=False)
     try:
         signals.watchdog = SimpleNamespace(hear_signal=heard.put)  # type: ignore[assignment]
-        signals.begin()  # otherwise it would end this process
+        signals.enable_saving()  # otherwise it would end this process
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard.get(timeout=PATIENCE_SECONDS) == signal.SIGTERM
     finally:
@@ -503,7 +503,7 @@ def test_the_end_of_a_lost_process_is_told_without_what_libraries_guess_at(
         if threading.current_thread().name == "rank 1":
             return dog.stop(error)
         with pytest.raises(TrainingStopped) as met:
-            dog.meet()
+            dog.barrier()
         explained = dog.explain(RuntimeError(raised))
         dog.stop()
         return str(met.value), str(explained)

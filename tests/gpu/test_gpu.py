@@ -111,7 +111,7 @@ def test_a_request_to_stop_travels_with_gradients_and_is_heard_of_without_a_wait
         reducer.backward(weight.sum(), torch.ones((), device=DEVICE), 0, retain_graph=False)
         reducer.finish()
         reducer.zero_()
-        answers.append(stop.agreed())
+        answers.append(stop.is_agreed())
     assert answers == [False, False, True, True, True]  # read in the call after the update that brought it
 
 

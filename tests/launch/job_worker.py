@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem import distributed
-from tandem.launch import adopt
+from tandem.launch import adopt_architecture
 
 # A rank that failed waits so long for the others, which may hang in a collective that it has left: then the job ends.
 PATIENCE_SECONDS = 120
@@ -36,7 +36,7 @@ def of_task(task: dict[str, Any]) -> tuple[Any, Callable[[distributed.Backend], 
     if is_script:
         train = importlib.import_module(module).train
         if args.init_from:
-            adopt(parser, args)
+            adopt_architecture(parser, args)
         return args, lambda backend: train(args, parser.settings(args), backend)
     call = getattr(importlib.import_module(module), function)
     return args, lambda backend: call(args, backend, **task.get("more", {}))

@@ -56,7 +56,7 @@ def test_sums_within_an_update_need_no_fp64() -> None:
 
 @pytest.mark.usefixtures("without_fp64")
 def test_counts_are_read_exactly_without_fp64() -> None:
-    assert devices.numbers([torch.tensor(2**24 + 1), torch.tensor(0.5)]) == [2**24 + 1, 0.5]
+    assert devices.to_numbers([torch.tensor(2**24 + 1), torch.tensor(0.5)]) == [2**24 + 1, 0.5]
 
 
 @pytest.mark.usefixtures("without_fp64")
@@ -90,7 +90,7 @@ def test_a_device_that_refuses_fp64_leaves_it_to_the_host(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "ones", refuse)
     devices._has_fp64.cache_clear()
     assert not devices.has_fp64("mps") and devices.fp64_device("mps").type == "cpu"
-    assert devices.widest(torch.device("mps")) == torch.float32
+    assert devices.sum_dtype(torch.device("mps")) == torch.float32
     devices._has_fp64.cache_clear()
 
 

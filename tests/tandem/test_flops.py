@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils import flop_counter
 
 from tandem.config.models.autoencoders import DiscreteVAEConfig
-from tandem.flops import FlopCounter, repeated
+from tandem.flops import FlopCounter, recomputation
 from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.layers.recompute import recomputed
 
@@ -81,7 +81,7 @@ def test_what_is_computed_again_is_left_out(layers: nn.Sequential, images: Tenso
     assert flops_of(lambda: recomputed(layers, images, when=True)) == once
 
     def twice() -> Any:
-        with repeated():
+        with recomputation():
             layers(images)
         return layers(images)
 

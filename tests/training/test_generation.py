@@ -18,13 +18,13 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
     """Drawing lasts longer on one process than a collective waits."""
     events = list[str]()
     process = Process(Root(2, events))
-    process.watchdog.meet = lambda: events.append("meets the others")  # type: ignore[method-assign]
+    process.watchdog.barrier = lambda: events.append("meets the others")  # type: ignore[method-assign]
 
     def sample(*given: Any, batch: int, on_pictures: Any, **how: Any) -> None:
         events.append(f"draws {batch}")
         on_pictures(torch.zeros(batch, 3, 4, 4))
 
-    decoder, feed = SimpleNamespace(image_sizes=(4,), sample=sample), SimpleNamespace(ask=lambda: None)
+    decoder, feed = SimpleNamespace(image_sizes=(4,), sample=sample), SimpleNamespace(check_stop_request=lambda: None)
     n = 2 * CHUNK_SHOWN
     conditions = {"images": torch.zeros(n, 3, 4, 4), "captions": [""] * n}
     Generation(feed, lambda batch: {}, None, process, 0).draw(decoder, conditions)
@@ -54,12 +54,14 @@ def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_tha
                     on_step(step, 10)
                 on_pictures(torch.zeros(batch, 3, 4, 4))
 
-        def ask() -> None:
+        def check_stop_request() -> None:
             if process.sum({"asked": process.stop.is_requested_here})["asked"]:
                 raise Stopped
 
         with pytest.raises(Stopped):
-            Generation(SimpleNamespace(ask=ask), lambda batch: {}, None, process, 0).draw(Decoder(), conditions)
+            Generation(SimpleNamespace(check_stop_request=check_stop_request), lambda batch: {}, None, process, 0).draw(
+                Decoder(), conditions
+            )
         return steps
 
     assert on_processes(2, work) == [[10, 10], [10, 3]]
@@ -86,9 +88,9 @@ def test_each_wanted_picture_is_measured_once_beside_its_own_real_one_on_any_num
         return conditions["shades"][:, None, None, None].expand(-1, 3, 4, 4)
 
     def work(process: Process) -> None:
-        feed = SimpleNamespace(ask=lambda: None, validation_samples=of)
+        feed = SimpleNamespace(check_stop_request=lambda: None, validation_samples=of)
         generation = Generation(feed, lambda batch: {"shades": batch["shades"]}, None, process, 0)
-        generation.judge(SimpleNamespace(image_sizes=[4], sample=sample), count, Quality(), None)
+        generation.measure(SimpleNamespace(image_sizes=[4], sample=sample), count, Quality(), None)
 
     on_processes(world, work)
     assert sorted(number for number, *_ in judged) == list(range(count))

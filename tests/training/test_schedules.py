@@ -19,7 +19,7 @@ def test_the_rate_warms_up_falls_along_a_cosine_and_does_not_climb_again(lowest:
 
 
 def test_a_warm_up_takes_at_most_half_of_the_run() -> None:
-    assert [schedules.warmup_of(10, total) for total in (8, 20, 100)] == [4, 10, 10]
+    assert [schedules.limit_warmup(10, total) for total in (8, 20, 100)] == [4, 10, 10]
     assert [schedules.with_warmup("constant", step, 4, 1.0, 1000) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 

@@ -14,7 +14,7 @@ from tandem.distributed.errors import UserMistake
 from tandem.distributed.launchers import Launch
 from tandem.io.installed import how_to_install
 
-from .config import check_for_parts, merge, read_config
+from .config import check_batch_parts, merge_config, read_config
 
 
 class DeepSpeedBackend(DDPBackend):
@@ -28,12 +28,12 @@ class DeepSpeedBackend(DDPBackend):
         super().__init__(launch, options, args)
         self.config_path: str | None = args.deepspeed_config
         self.config: dict[str, Any] = read_config(self.config_path) if self.config_path else {}
-        warmup = getattr(args, "lr_warmup_steps", 0)  # a list for several models: `merge` has checked it
+        warmup = getattr(args, "lr_warmup_steps", 0)  # a list for several models: `merge_config` has checked it
         self.warmup_steps: int = warmup[0] if isinstance(warmup, list) else warmup
         self.zero_stage: int = args.zero_stage
         self._requested_stage = self.zero_stage
         if options.plan.batch_parts:
-            check_for_parts(self.config, options.precision, args.deepspeed_config)
+            check_batch_parts(self.config, options.precision, args.deepspeed_config)
         has_low_precision_weights = bool(self.config.get("bf16", {}).get("enabled")) or options.precision == "fp16"
         if self.zero_stage == 0 and has_low_precision_weights:
             # Stage 0 hides the fp32 weights and moments, so they could not be saved. Stage 1 gives the same numbers.
@@ -71,7 +71,7 @@ class DeepSpeedBackend(DDPBackend):
     @classmethod
     def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
         if args.deepspeed_config:
-            merge(args, read_config(args.deepspeed_config), launch.world_size)
+            merge_config(args, read_config(args.deepspeed_config), launch.world_size)
 
     def connect(self) -> None:
         import torch

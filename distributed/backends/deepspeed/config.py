@@ -92,7 +92,7 @@ def one_line_refusals(path: str | None) -> Iterator[None]:
         raise UserMistake(f"DeepSpeed refuses --deepspeed_config {path}: {text[:300]}") from error
 
 
-def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
+def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
     """Set from the JSON those flags in ``args`` that the command line did not give.
 
     Raises:
@@ -198,7 +198,7 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     args.explicit = frozenset(explicit)
 
 
-def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
+def check_batch_parts(config: dict[str, Any], precision: str, path: str) -> None:
     """With --batch_parts, check that the JSON asks for nothing that computes differently from the other backends.
 
     Raises:

@@ -27,7 +27,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from tandem.distributed.devices import cpu_threads, own_threads
+from tandem.distributed.devices import available_threads, cpu_threads
 from tandem.distributed.engines.arithmetic import clip_divisor, gradient_norm
 from tandem.distributed.engines.base import Engine
 from tandem.distributed.engines.optimizer_state import (
@@ -128,7 +128,7 @@ class ZeroEngine(Engine):
         offload = self._ds._config.zero_config.offload_optimizer
         is_offloaded = offload is not None and offload.device != "none"
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
-        self._optimizer_threads = own_threads(backend.gather_objects) if is_offloaded else None
+        self._optimizer_threads = available_threads(backend.gather_objects) if is_offloaded else None
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
     def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from tandem.distributed.devices import cpu_threads, own_threads
+from tandem.distributed.devices import available_threads, cpu_threads
 from tandem.distributed.engines.arithmetic import DTYPES, LossScaler, gradient_norm
 from tandem.distributed.engines.optimizer_state import (
     check_moments,
@@ -78,7 +78,7 @@ class FSDPEngine(ReplicatedEngine):
         else:
             self._unsharded_reducer = GradientReducer(unsharded, backend.comm, self.name)
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
-        self._optimizer_threads = own_threads(backend.gather_objects) if backend.offload else None
+        self._optimizer_threads = available_threads(backend.gather_objects) if backend.offload else None
         if backend.offload:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # its scale is on the GPU
 

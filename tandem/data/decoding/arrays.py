@@ -1,4 +1,4 @@
-"""Numpy arrays of floats in files: only the header and the bytes of the numbers that are needed are read."""
+"""Numpy arrays of floats in .npy files, of which only the header and the requested rows are read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.data.sources.files import shown
+from tandem.data.sources.files import redact
 from tandem.data.sources.record import FileRef, open_entry
 from tandem.io.reading import other_kind
 
 Array = npt.NDArray[np.float32]
 
-LARGEST_BYTES = 1 << 26  # of the numbers of one sample
-_LONGEST_HEADER = 4096  # bytes; numpy writes 128 for arrays of plain numbers
+MAX_SAMPLE_BYTES = 1 << 26  # of the array of one sample
+_MAX_HEADER_BYTES = 4096  # bytes; numpy writes 128 for arrays of plain numbers
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -29,32 +29,32 @@ class StoredArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    def read(self, limit: int = LARGEST_BYTES) -> Array:
+    def read(self, limit: int = MAX_SAMPLE_BYTES) -> Array:
         """All of it. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or is cut off."""
         return self._read_numbers(0, self.shape, limit)
 
     def row(self, index: int) -> Array:
         """Entry `index` of the first dimension; nothing else is read. Raises what `read` raises."""
         assert 0 <= index < self.shape[0], (index, self.shape)
-        return self._read_numbers(index, self.shape[1:], LARGEST_BYTES)
+        return self._read_numbers(index, self.shape[1:], MAX_SAMPLE_BYTES)
 
     def _read_numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
         size = math.prod(shape) * self.dtype.itemsize
         if size > limit:
-            raise ValueError(f"{shown(self.entry.path)} holds {size} bytes where at most {limit} are read")
+            raise ValueError(f"{redact(self.entry.path)} holds {size} bytes where at most {limit} are read")
         content, _ = _read_part(self.entry, self.offset + index * size, size)
         if len(content) < size:
-            raise ValueError(f"{shown(self.entry.path)} was cut off after it was opened")
+            raise ValueError(f"{redact(self.entry.path)} was cut off after it was opened")
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
 
 
-def find_array(entry: FileRef) -> StoredArray:
-    """The array of a .npy file, or of the part of a file that is one. Only its header is read.
+def read_array_header(entry: FileRef) -> StoredArray:
+    """The header of a .npy file, or of the part of a file that is one.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
     is cut off.
     """
-    content, size = _read_part(entry, 0, _LONGEST_HEADER)
+    content, size = _read_part(entry, 0, _MAX_HEADER_BYTES)
     header = io.BytesIO(content)
     try:
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)

@@ -1,4 +1,4 @@
-"""Conversion of decoded video frames to upright pictures on white, square or in the shape of the video."""
+"""Conversion of decoded video frames to upright RGB pictures, square or in the aspect ratio of the video."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .images import Cut, check_shape
+from .images import CropFunction, check_shape
 
 Picture = npt.NDArray[np.uint8]
 
@@ -21,16 +21,16 @@ class Frame(NamedTuple):
 
 
 class Converter:
-    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives; on white, unless
-    the video `is_opaque` and its alpha is ignored. With `multiple`, without `cut`, (height, width, 3) in the shape of
-    the video, see `check_shape`: the shorter side is `side`, and both are cropped to multiples. Use one for each clip:
-    FFmpeg allocates megabytes for each."""
+    """Frame -> upright RGB uint8. Without `multiple`: (side, side, 3), the centre crop or the square that `cut`
+    returns. With `multiple`, and without `cut`: (height, width, 3) in the aspect ratio of the video (`check_shape`), of
+    which the shorter side is `side`; both are cropped to multiples. Transparent pixels are blended with white, unless
+    the video `is_opaque`. Share one converter among the frames of a clip: FFmpeg allocates megabytes for each."""
 
     def __init__(
         self,
         side: int,
         pixel_width: float,
-        cut: Cut | None = None,
+        cut: CropFunction | None = None,
         is_opaque: bool = False,
         multiple: int | None = None,
     ) -> None:
@@ -43,7 +43,7 @@ class Converter:
     def __call__(self, frame: Frame) -> Picture:
         image = frame.image
         if image.format.has_palette or any(component.is_alpha for component in image.format.components):
-            image = image if self._is_opaque else self._lay_over_white(image)
+            image = image if self._is_opaque else self._blend_with_white(image)
         sides = image.width * self._pixel_width, image.height
         if self._multiple:
             check_shape(*sides)
@@ -54,8 +54,8 @@ class Converter:
         resized = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
         pixels = resized.to_ndarray()
         if square:
-            origins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
-            top, left = (min(begin, length - self._side) for begin, length in zip(origins, pixels.shape, strict=False))
+            origins = (round(start * self._side / shorter) for start in (square.top, square.left))
+            top, left = (min(start, length - self._side) for start, length in zip(origins, pixels.shape, strict=False))
             pixels = pixels[top : top + self._side, left : left + self._side]
         picture: Picture = _turn_upright(pixels, frame.image)
         multiple = self._multiple
@@ -63,7 +63,7 @@ class Converter:
         top, left = (picture.shape[0] - rows) // 2, (picture.shape[1] - columns) // 2
         return picture[top : top + rows, left : left + columns]
 
-    def _lay_over_white(self, image: Any) -> Any:
+    def _blend_with_white(self, image: Any) -> Any:
         """A frame with transparent pixels, blended with white before it is resized: otherwise the colours of
         transparent pixels would leak into their neighbours."""
         import av
@@ -80,7 +80,7 @@ def _turn_upright(pixels: Any, image: Any) -> Any:
     """A frame rotated and mirrored by its display matrix, which shows (x, y) at (a x + c y, b x + d y)."""
     try:
         matrix = image.side_data.get("DISPLAYMATRIX")
-    except ValueError:  # PyAV does not know another kind of the frame's side data
+    except ValueError:  # PyAV raises if the frame has side data of a kind that it does not know
         return np.rot90(pixels, image.rotation // 90)
     if matrix is None:
         return pixels

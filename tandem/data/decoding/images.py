@@ -74,7 +74,7 @@ class Square(NamedTuple):
     side: float
 
 
-Cut = Callable[[int, int], Square]  # width and height of a picture -> the square that becomes the sample
+CropFunction = Callable[[int, int], Square]  # width and height of a picture -> the square that becomes the sample
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Crop:
     seed: int = 0
     least: int = 1
 
-    def cut(self, epoch: int, index: int) -> Cut | None:
+    def cut(self, epoch: int, index: int) -> CropFunction | None:
         """The function that gives the square of one sample in one epoch, the same for all pictures of one size; None
         for the centre crop, which decoders do by themselves."""
         is_plain = self.place == "center" and self.area is None
@@ -140,7 +140,7 @@ def decode_image(
     image_size: int,
     channels: int,
     enlarge: bool = True,
-    cut: Cut | None = None,
+    cut: CropFunction | None = None,
     resize: str = OURS,
     multiple: int | None = None,
 ) -> Tensor:
@@ -230,7 +230,7 @@ def decode_picture(
     image_size: int,
     channels: int,
     enlarge: bool = True,
-    cut: Cut | None = None,
+    cut: CropFunction | None = None,
     resize: str = OURS,
     multiple: int | None = None,
 ) -> Tensor:
@@ -272,7 +272,7 @@ def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
     return picture.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else picture
 
 
-def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
+def _decode_small(image: Image.Image, size: int, cut: CropFunction | None) -> Square:
     """Let Pillow decode a JPEG at 1/2, 1/4 or 1/8 if the cropped square keeps at least `size` pixels; returns that
     square.
 

@@ -162,7 +162,7 @@ def _open_sound(entry: FileRef) -> Iterator[Any]:
 
 
 class _OpenBytes:
-    """`Bytes` of an open file whose position does not change."""
+    """`RandomAccessFile` of an open file whose position does not change."""
 
     def __init__(self, file: Any) -> None:
         self._file, at = file, file.tell()

@@ -27,7 +27,7 @@ from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
 
 from .frames import Converter, Frame, Picture
-from .images import CENTER, Crop, Cut, decode_image
+from .images import CENTER, Crop, CropFunction, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
 from .whole import check_whole
 
@@ -107,11 +107,11 @@ class ClipDecoder:
             if end == math.inf:
                 video.require_end()
 
-    def _decode_image(self, entry: FileRef, cut: Cut | None = None, multiple: int | None = None) -> Tensor:
+    def _decode_image(self, entry: FileRef, cut: CropFunction | None = None, multiple: int | None = None) -> Tensor:
         return decode_image(entry, self.image_size, 3, cut=cut, multiple=multiple)
 
     def _decode_clip(
-        self, video: Video, entry: FileRef, fraction: float, at_keyframe: bool, cut: Cut | None
+        self, video: Video, entry: FileRef, fraction: float, at_keyframe: bool, cut: CropFunction | None
     ) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
         begin, end = video.part(entry)
@@ -134,7 +134,7 @@ class ClipDecoder:
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
     def _convert_frames(
-        self, video: Video, start: float, end: float, cut: Cut | None = None, multiple: int | None = None
+        self, video: Video, start: float, end: float, cut: CropFunction | None = None, multiple: int | None = None
     ) -> Iterator[tuple[float, Picture]]:
         """The frames from time `start` to before `end`, in ticks, as `Converter` makes them, with their times."""
         convert = Converter(self.image_size, video.pixel_width, cut, video.is_opaque, multiple)

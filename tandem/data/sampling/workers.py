@@ -36,8 +36,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tandem.io.exits import FAILED, CannotGoOn, leave
 from tandem.io.writing import tell
 
-# Time limits for the start of a worker, which usually takes milliseconds; then it is killed and forked again.
-_BEGIN_SECONDS = (10.0, 20.0, 40.0, 80.0)
+# Seconds that a worker may take to start, in each attempt; usually it takes milliseconds. A late one is killed.
+_START_TIMEOUTS = (10.0, 20.0, 40.0, 80.0)
 
 _MAIN_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -78,7 +78,7 @@ class Loader:
             collate_fn=_identity,
             num_workers=num_workers,
             worker_init_fn=_become_worker,
-            multiprocessing_context=_FORK if num_workers else None,
+            multiprocessing_context=_FORK_CONTEXT if num_workers else None,
             persistent_workers=keep_workers and num_workers > 0,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each pass would draw its base seed from the global generator
@@ -121,7 +121,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
     @staticmethod
     def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
         assert isinstance(process_obj, _ForkedWorker)
-        for seconds in _BEGIN_SECONDS:
+        for seconds in _START_TIMEOUTS:
             main_end, worker_end = process_obj.ends = multiprocessing.Pipe()
             with main_end:
                 popen = multiprocessing.context.ForkProcess._Popen(process_obj)
@@ -185,7 +185,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self._reader, self._writer = map(_PipeEnd, os.pipe())
-        self._writes = multiprocessing.get_context("fork").Lock()
+        self._write_lock = multiprocessing.get_context("fork").Lock()
         self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._messages = _read_messages(self._reader)
@@ -209,7 +209,7 @@ class _Queue:
         while (parts := self._to_send.get()) is not None:
             header = struct.pack(f"={1 + len(parts)}Q", len(parts), *map(len, parts))
             try:
-                with self._writes:
+                with self._write_lock:
                     for view in [memoryview(header), *parts]:
                         while view:
                             view = view[os.write(self._writer.fileno(), view) :]
@@ -271,7 +271,7 @@ def _explain_send_failure(error: BaseException) -> str:
     return f"a loader process cannot send what it has loaded: {type(error).__name__}: {error}"
 
 
-class _Fork(multiprocessing.context.ForkContext):
+class _ForkContext(multiprocessing.context.ForkContext):
     Process = _ForkedWorker
 
     def Queue(self, maxsize: int = 0) -> _Queue:  # type: ignore[override]
@@ -298,7 +298,7 @@ class _Pickler(pickle.Pickler):
 
 
 # A forked worker starts with one thread, so its signal mask holds for all its threads; and it shares lists of files.
-_FORK = _Fork() if sys.platform == "linux" else None
+_FORK_CONTEXT = _ForkContext() if sys.platform == "linux" else None
 
 
 _TORCH_MESSAGE = "DataLoader worker (pid"  # the start of PyTorch's messages about dead workers
@@ -315,7 +315,7 @@ def _wait_for_workers(wait: Callable[[], Any], results: Any) -> Any:
         raise CannotGoOn(_explain_exit(codes)) from None
 
 
-# Not --batch_size: a run that goes on must keep it.
+# It does not advise a smaller --batch_size, which a resumed run must keep.
 _MEMORY_ADVICE = "lower --num_workers and start again, or ask for more memory"
 _REMEDIES = {
     errno.ENOSPC: "/dev/shm, the shared memory, is full: make room there, make it larger (docker run --shm-size 1g)",
@@ -378,7 +378,7 @@ def _signals_blocked() -> Iterator[None]:
 def _become_worker(worker_id: int) -> None:
     """DataLoader's worker_init_fn: make the worker end when the main process ends it or is gone."""
     gc.enable()  # the main process may have disabled it for its training loop
-    if _FORK is not None:
+    if _FORK_CONTEXT is not None:
         threading.Thread(target=_end_with_the_main_process, daemon=True).start()
     else:  # torch's handler ends the worker, and its loop checks for the main process every few seconds
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

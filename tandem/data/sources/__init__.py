@@ -1,2 +1,2 @@
-"""Sources of numbered records, the stored content of samples: a folder, tars, a table or manifest, and a user's own
-dataset (`opening.py` chooses by path); `demo` generates records, and `tandem.data.fields` decodes them."""
+"""Sources of samples: a folder, tars, a table or manifest, a user's own dataset, and generated ones (`demo`). A source
+yields records, undecoded samples by number, which `tandem.data.fields` decodes; `opening.py` chooses it by path."""

@@ -14,21 +14,21 @@ import numpy as np
 import torch
 
 from tandem.data.bad_samples import BadDatasetItem, SampleIncomplete, UserCodeError, reason_of
-from tandem.data.decoding.arrays import Array, StoredArray, find_array
+from tandem.data.decoding.arrays import Array, StoredArray, read_array_header
 from tandem.data.fields import Field
 
 from . import own
-from .files import shown
-from .opening import expanded
+from .files import redact
+from .opening import expand_pattern
 from .own import ITEM
 from .record import FieldSpec, FileRef, Record, RecordSource
 from .tar import TarSource, number_of, stem_of
 
 
 class Kind(NamedTuple):
-    """A kind of embedding. `wanted.name` is the batch's entry; `dimensions` is the rank of the array of one image."""
+    """A kind of embedding. `spec.name` is the batch's entry; `dimensions` is the rank of the array of one image."""
 
-    wanted: FieldSpec
+    spec: FieldSpec
     dimensions: int
     flag: str
 
@@ -60,30 +60,30 @@ class EmbeddingField(Field):
     fingerprint: str = field(default="", kw_only=True)
 
     @property
-    def wanted(self) -> FieldSpec:
-        return self.kind.wanted
+    def spec(self) -> FieldSpec:
+        return self.kind.spec
 
-    def of_item(self, item: Any) -> Array | None:
-        return own.array_of(item, self.wanted.name, self.kind.dimensions)
+    def from_item(self, item: Any) -> Array | None:
+        return own.array_of(item, self.spec.name, self.kind.dimensions)
 
-    def numbers(self, record: Record) -> Array | None:
+    def read_array(self, record: Record) -> Array | None:
         """The array of a record, None if it has none; (1, d), a batch of one, becomes (d,)."""
-        content = self.found(record)
+        content = self.content(record)
         if isinstance(content, FileRef):
-            array = find_array(content).read()
+            array = read_array_header(content).read()
             shape = array.shape[-self.kind.dimensions :]
             return array.reshape(shape) if array.size == math.prod(shape) else array
         return np.asarray(content()) if callable(content) else content
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        noun, is_own = self.wanted.noun, ITEM in record
-        array = self.rows(index) if self.rows else self.numbers(record)
+        noun, is_own = self.spec.noun, ITEM in record
+        array = self.rows(index) if self.rows else self.read_array(record)
         if array is None:
             raise SampleIncomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
                 limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise own.refused(array, f"a {noun} of {limit.format(self.shape)}")
+                raise own.item_error(array, f"a {noun} of {limit.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
@@ -91,36 +91,36 @@ class EmbeddingField(Field):
             raise SampleIncomplete(f"its {noun}: zeros only, which stand for none")
         padded = np.zeros(self.shape, np.float32)
         padded[: len(array)] = array
-        return {self.wanted.name: torch.from_numpy(padded)}
+        return {self.spec.name: torch.from_numpy(padded)}
 
 
 def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> EmbeddingField | None:
     """The embeddings in the records of a source, None if it has none. One of its examples gives the shape. Raises
     ValueError, in one line, if no example can be read."""
     # The longest text gives the length; for images, the first readable one gives the shape.
-    examples = source.examples(kind.wanted.name)
+    examples = source.examples(kind.spec.name)
     if not examples:
         return None
     probe, failures = EmbeddingField(kind, ()), list[UserCodeError]()
     for example in examples if kind == TEXT else sorted(examples):
         try:
             record = source.record(example)
-            array = probe.numbers(record)
+            array = probe.read_array(record)
             if array is None and ITEM in record:
-                raise own.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
+                raise own.missing_array_error(record[ITEM], kind.spec.name, kind.dimensions)
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)
         except BadDatasetItem as error:
             raise BadDatasetItem(f"--dataset: {source.describe(example)} {error}") from None
         except (OSError, ValueError) as error:
-            reason = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
+            reason = f"cannot read the {kind.spec.noun} of {source.describe(example)!r}: {reason_of(error)}"
             failures.append(UserCodeError(reason, getattr(error, "traceback", "")))
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 break  # such as a server without an answer
             continue
         # Among files, the largest comes first; for rows and items, the model's limit is the length.
-        content = record.get(kind.wanted.name)
+        content = record.get(kind.spec.name)
         is_longest = kind == IMAGE or isinstance(content, FileRef) or callable(content)
         shape = array.shape if is_longest else (longest_text, *array.shape[1:])
         return EmbeddingField(kind, shape, fingerprint=str(array.shape))
@@ -137,10 +137,10 @@ def embedding_rows(source: RecordSource, kind: Kind, spec: str, *, index_width: 
     Raises ValueError, in one line, if a tar has no such file, or the files have different shapes.
     """
     if not isinstance(source, TarSource):
-        ending = kind.wanted.endings[-1]
+        ending = kind.spec.endings[-1]
         raise ValueError(
             f"{kind.flag} is for tars; in a folder, put a {ending} file beside each image; in a table, a column "
-            f"{kind.wanted.name}"
+            f"{kind.spec.name}"
         )
     files = {number_of(path, kind.flag): path for path in _list_row_files(spec)}
     numbers = [number_of(path, "--image_folder") for path in source.paths]
@@ -152,14 +152,14 @@ def embedding_rows(source: RecordSource, kind: Kind, spec: str, *, index_width: 
     arrays: list[StoredArray] = []
     for number in numbers:
         try:
-            arrays.append(find_array(FileRef(files[number])))
+            arrays.append(read_array_header(FileRef(files[number])))
             _check_dimensions(kind, arrays[-1].shape[1:])
         except (OSError, ValueError) as error:
-            noun = kind.wanted.noun
+            noun = kind.spec.noun
             raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
             last, first = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
-            raise ValueError(f"{kind.wanted.noun}s have the shape {last}, but {first}")
+            raise ValueError(f"{kind.spec.noun}s have the shape {last}, but {first}")
     for path, indices in zip(source.paths, source.shards or (), strict=True):
         if indices:
             row_of(source.name(indices[0]), index_width, path)
@@ -172,7 +172,7 @@ def _load_row(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, 
     array = arrays[tars.shard(index)]
     row = row_of(tars.name(index), index_width)
     if row >= array.shape[0]:
-        raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
+        raise ValueError(f"it is row {row} of {redact(array.entry.path)}, which has only {array.shape[0]}")
     return array.row(row)
 
 
@@ -193,7 +193,7 @@ def _list_row_files(spec: str) -> list[str]:
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
         path = os.path.join(glob.escape(path), "*.npy")
-    return [path] if os.path.isfile(path) else expanded(path.replace("{}", "[0-9]*"))
+    return [path] if os.path.isfile(path) else expand_pattern(path.replace("{}", "[0-9]*"))
 
 
 def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:

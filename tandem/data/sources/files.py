@@ -1,4 +1,4 @@
-"""Addresses of files on servers, and open files that are read at random."""
+"""URLs, and open files with random access."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ import unicodedata
 from typing import Any, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# User and password of an address. If no @ precedes the first slash, a colon without a port begins a password that
+# User and password of a URL. If no @ precedes the first slash, a colon without a port begins a password that
 # contains a slash.
-USER = re.compile(r"(?<=://)(?:[^/?#]*|[^/?#:]*:(?!\d+/).*)@")
+CREDENTIALS = re.compile(r"(?<=://)(?:[^/?#]*|[^/?#:]*:(?!\d+/).*)@")
 
 
-def is_address(path: str) -> bool:
-    """Whether a path is the address of something on a server, such as s3://bucket/00000.tar."""
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, such as s3://bucket/00000.tar."""
     return SCHEME.match(path) is not None
 
 
-def shown(path: str) -> str:
-    """A path for messages: an address without user, password and query, which may hold a signature."""
-    return re.split("[?#]", USER.sub("", path))[0] if is_address(path) else path
+def redact(path: str) -> str:
+    """A path for messages: a URL without user, password and query, which may hold a signature."""
+    return re.split("[?#]", CREDENTIALS.sub("", path))[0] if is_url(path) else path
 
 
-def as_on_disk(path: str) -> str:
-    """A local path in the Unicode form, composed or decomposed, that names on the disk have, because systems differ;
-    unchanged if nothing exists in either form."""
+def match_unicode_form(path: str) -> str:
+    """A local path in the Unicode form, NFC or NFD, in which it exists on the disk, because systems write names in
+    different forms; unchanged if it exists in neither."""
     if path.isascii() or os.path.lexists(path):
         return path
     folder, name = os.path.split(path)
-    candidates = [os.path.join(as_on_disk(folder), unicodedata.normalize(form, name)) for form in ("NFC", "NFD")]
+    candidates = [
+        os.path.join(match_unicode_form(folder), unicodedata.normalize(form, name)) for form in ("NFC", "NFD")
+    ]
     return next(filter(os.path.lexists, candidates), path)
 
 
-class Bytes(Protocol):
-    """An open file that is read at random."""
+class RandomAccessFile(Protocol):
+    """An open file with random access."""
 
     @property
     def size(self) -> int: ...
@@ -58,8 +60,8 @@ class FileWindow(io.RawIOBase):
     """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` holds an error of the file
     system, because C code that calls this class cannot raise it."""
 
-    def __init__(self, file: Bytes, offset: int, size: int) -> None:
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
+    def __init__(self, file: RandomAccessFile, offset: int, size: int) -> None:
+        self._file, self._offset, self._size, self._position = file, offset, size, 0
         self.error: OSError | None = None
 
     def readable(self) -> bool:
@@ -69,21 +71,21 @@ class FileWindow(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
+        self._position = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence])
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        n = min(len(buffer), self._size - self._at)
+        n = min(len(buffer), self._size - self._position)
         if n <= 0:
             return 0
         try:
-            content = self._file.pread(n, self._offset + self._at)
+            content = self._file.pread(n, self._offset + self._position)
         except OSError as error:
             self.error = error
             return 0
         buffer[: len(content)] = content
-        self._at += len(content)
+        self._position += len(content)
         return len(content)

@@ -52,7 +52,7 @@ class FolderSource:
     def __init__(self, folder: str, specs: Sequence[FieldSpec], demo: str = "") -> None:
         self.folder, (self._main, *self._sides) = folder, specs
         _check_folder(folder, f"{self._main.noun}s", f", or {demo} to try without one" if demo else "")
-        kind = json.dumps(["folder", *((spec.name, spec.taken) for spec in specs)])
+        kind = json.dumps(["folder", *((spec.name, spec.all_endings) for spec in specs)])
         index = cached_index(folder, kind, lambda: _Tree(folder, self._main, self._sides).build_index())
         self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
         self.examples = index.examples  # by the sizes when the folder was listed
@@ -132,7 +132,7 @@ class _Tree:
         )  # the count and the first of the lone files; the first list
         self._visited: set[tuple[int, int]] = set()
         self._spellings: dict[str, int] = {}
-        self._sample_endings, self._main_endings = sample_spec.taken, (*sample_spec.taken, _TAR)
+        self._sample_endings, self._main_endings = sample_spec.all_endings, (*sample_spec.all_endings, _TAR)
         self._side_endings = tuple(dict.fromkeys(ending for spec in side_specs for ending in spec.endings))
 
     def build_index(self) -> IndexData:

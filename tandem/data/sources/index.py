@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tandem.io.reading import DAMAGES, open_regular, parse_json
 from tandem.io.writing import create, open_appending, replacing
 
-from .files import is_address
+from .files import is_url
 from .record import MOST_EXAMPLES
 
 _VERSION = 3
@@ -218,7 +218,7 @@ class Numbers:
             raise IndexError(index)
         return int.from_bytes(self._index.read(self._offset + 8 * index, 8), sys.byteorder, signed=True)
 
-    def whole(self) -> npt.NDArray[np.int64]:
+    def to_numpy(self) -> npt.NDArray[np.int64]:
         """All of them, in memory."""
         return np.frombuffer(self._index.read(self._offset, 8 * self._n), np.int64)
 
@@ -289,9 +289,9 @@ def _cache_paths(path: str, kind: str) -> list[str]:
     ending = f".{fingerprint_of([kind.encode()])[:8]}.index"
     # Absolute, because without a home expanduser leaves "~", and the variable may hold anything.
     home_cache = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
-    digest = fingerprint_of([os.fsencode(path) if is_address(path) else _machine_path(os.path.realpath(path))])
+    digest = fingerprint_of([os.fsencode(path) if is_url(path) else _machine_path(os.path.realpath(path))])
     paths = [os.path.join(home_cache, "tandem", "lists", f"{digest}{ending}")]
-    if not is_address(path):
+    if not is_url(path):
         parent, name = os.path.split(os.path.abspath(path))
         paths.insert(0, os.path.join(parent, f".{name}{ending}"))
     return paths
@@ -311,7 +311,7 @@ def _write_cache(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> 
         with create(temporary, 0o600) as file:
             for part in parts:
                 file.write(part)
-        readers = 0 if is_address(path) else stat.S_IMODE(os.stat(path).st_mode) & 0o444
+        readers = 0 if is_url(path) else stat.S_IMODE(os.stat(path).st_mode) & 0o444
         temporary.chmod(readers | 0o600)
 
 

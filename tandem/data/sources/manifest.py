@@ -16,7 +16,7 @@ from tandem.data.bad_samples import reason_of
 from tandem.io.reading import LONGEST_BEGINNING, counted, open_regular, other_kind, parse_json
 
 from . import remote
-from .files import is_address, shown
+from .files import is_url, redact
 from .index import Dependencies, IndexData, PackedStrings, cached_index, fingerprint_of, status_of
 from .record import FieldSpec
 from .rows import OTHER_NAMES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
@@ -53,7 +53,7 @@ class ManifestSource(Rows):
 
         def make() -> IndexData:
             dependencies, rows, filled, names = Dependencies(), PackedStrings(), set[str](), dict[str, None]()
-            if not is_address(path):
+            if not is_url(path):
                 dependencies.add("", status_of(path))  # before it is read, so that no later change is missed
             for row, columns in _read_rows(path, specs, keys, names):
                 rows.append(row)
@@ -63,14 +63,14 @@ class ManifestSource(Rows):
             facts = {"filled": sorted(filled), "names": [*names]}
             return IndexData({"rows": rows}, fingerprint_of(rows.buffers), facts, dependencies)
 
-        depends = _read_version(path) if is_address(path) else ""
+        depends = _read_version(path) if is_url(path) else ""
         index = cached_index(path, json.dumps(["manifest", specs[0].noun, *keys]), make, depends=depends)
         self._rows, self.fingerprint = index.strings("rows"), index.fingerprint
         filled, names = (index.facts.get(name) for name in ("filled", "names"))
         if not (isinstance(filled, list) and isinstance(names, list)):
             raise index.damaged()
         self._damaged = index.damaged
-        self.skipped = unread_line(shown(path), map(str, names), {"path", "file_name", *TIMES, *keys})
+        self.skipped = unread_line(redact(path), map(str, names), {"path", "file_name", *TIMES, *keys})
         filled_columns = {spec: [name for name in names if name in filled] for spec, names in columns.items()}
         super().__init__(filled_columns, os.path.dirname(path))
         self._path = path
@@ -87,13 +87,13 @@ class ManifestSource(Rows):
     def describe(self, index: int) -> str:
         """The path of the file; for a row without one, the number of the row, for the line about the bad sample."""
         try:
-            return shown(self.joined(self._path_in_row(index)))
+            return redact(self.joined(self._path_in_row(index)))
         except (OSError, ValueError):
-            return f"{shown(self._path)}[{index}]"
+            return f"{redact(self._path)}[{index}]"
 
     def name(self, index: int) -> str:
         """The path as in the manifest; an address without passwords, because stores save the name."""
-        return shown(self._path_in_row(index))
+        return redact(self._path_in_row(index))
 
     def _path_in_row(self, index: int) -> str:
         return path_of(self.cells(index), next(iter(self.columns)).noun)
@@ -103,7 +103,7 @@ def _read_version(address: str) -> str:
     try:
         return remote.version(address)
     except OSError as error:
-        raise ValueError(f"cannot read the manifest {shown(address)!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the manifest {redact(address)!r}: {reason_of(error)}") from None
 
 
 def _read_rows(
@@ -115,13 +115,13 @@ def _read_rows(
     numbers = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
     lines: _Lines | None = None
     try:
-        raw = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
+        raw = io.BufferedReader(remote.open_file(path)) if is_url(path) else open_regular(path)  # type: ignore[type-var]
         if other := other_kind(raw.read(LONGEST_BEGINNING)):
             raise ValueError(other)
         raw.seek(0)
         with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
-            endings = specs[0].taken
+            endings = specs[0].all_endings
             for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):
                 names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}

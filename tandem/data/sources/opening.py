@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from braceexpand import braceexpand
 
 from . import remote
-from .files import is_address, shown
+from .files import is_url, redact
 from .folder import FolderSource, NothingFoundError, about_skipped, ending_of, skipped_line
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import ManifestSource
@@ -71,20 +71,20 @@ def _find_files(path: str) -> Files | None:
     """The files that a path names; for a folder on a server, all tars or tables in it; None for a local folder."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
-    if not is_address(path):
+    if not is_url(path):
         if os.path.exists(path):
             return Files([path]) if os.path.isfile(path) else None
-        return Files(expanded(path)) if _BRACES.search(path) or glob.has_magic(path) else None
+        return Files(expand_pattern(path)) if _BRACES.search(path) or glob.has_magic(path) else None
     remote.check_address(path)
     if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _ON_SERVERS):
-        return Files(expanded(path))
+        return Files(expand_pattern(path))
     files = remote.listed(path)
     set_files = [file for file in files if _all_end_with([file], (".tar",))]
     if not set_files:
         set_files = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
         check_alike(path, set_files)
     others = Counter(map(ending_of, {*files} - {*set_files}))
-    skipped = skipped_line("file", repr(shown(path)), others.total(), about_skipped(others))
+    skipped = skipped_line("file", repr(redact(path)), others.total(), about_skipped(others))
     return Files(set_files, skipped=skipped) if set_files else Files(files)
 
 
@@ -105,16 +105,16 @@ def _open_folder(path: str, field_specs: Sequence[FieldSpec], demo: str) -> Reco
 
 
 def _all_end_with(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
-    return all(shown(path).lower().endswith(endings) for path in paths)
+    return all(redact(path).lower().endswith(endings) for path in paths)
 
 
 def _no_set_error(path: str, files: Sequence[str], noun: str) -> ValueError:
     hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {noun}, or tars"
-    if is_address(path):
+    if is_url(path):
         hint = "give tars, tables or a manifest, which may list single files on a server"
     elif _all_end_with(files, (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
         hint = "decompress it first: a compressed tar cannot be read at random"
-    return ValueError(f"{shown(path)!r} is no set of {noun}: {hint}")
+    return ValueError(f"{redact(path)!r} is no set of {noun}: {hint}")
 
 
 def _fill_number(path: str, first: int, last: int | None, width: int) -> str:
@@ -140,10 +140,10 @@ def _select_tars(paths: list[str], first: int, last: int | None) -> list[str]:
     return selected
 
 
-def expanded(pattern: str) -> list[str]:
+def expand_pattern(pattern: str) -> list[str]:
     """Paths of `{000..010}`, `{a,b}` and `*`, in order. Raises ValueError, in one line, if there are none, or it is an
     address with a password."""
-    if is_address(pattern):
+    if is_url(pattern):
         remote.check_address(pattern)
     n, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
     for choices in _BRACES.findall(pattern):
@@ -154,7 +154,7 @@ def expanded(pattern: str) -> list[str]:
     paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
     if not 0 < len(paths) <= _MOST_FILES:
         raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
-    if is_address(pattern):  # missing files are reported when they are opened
+    if is_url(pattern):  # missing files are reported when they are opened
         return [file for path in paths for file in (remote.listed(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):
         paths = sorted(match for path in paths for match in glob.glob(path))

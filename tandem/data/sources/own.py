@@ -1,5 +1,5 @@
-"""A user's own map-style dataset (`--dataset MODULE:FUNCTION`): its construction, its items, the parts that fields take
-out of an item, and the errors for wrong items."""
+"""A user's map-style dataset (`--dataset MODULE:FUNCTION`): its construction, its items, what fields read from an item,
+and the errors for wrong items."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tandem.io.installed import HOME
 from .index import fingerprint_of
 from .record import MOST_EXAMPLES, FileRef, Record
 
-ITEM = "item"  # the key of a record, which holds the whole item: fields take their parts by the functions below
+ITEM = "item"  # the only key of a record: the whole item, from which the functions below read
 _LONGEST_QUOTE = 200
 IMAGE_NAMES = ("image", "img")
 _MOST_CHANNELS = 64
@@ -48,7 +48,7 @@ _SOUND = (
 )
 
 
-class OwnData(NamedTuple):
+class DatasetSpec(NamedTuple):
     """The value of --dataset, and the run's arguments, which are passed to its function."""
 
     spec: str
@@ -58,13 +58,13 @@ class OwnData(NamedTuple):
         return self.spec
 
 
-def data_of(args: argparse.Namespace, flag: str) -> OwnData | Any:
-    """The data of a run: that of --dataset, or else the value of another flag."""
+def data_of(args: argparse.Namespace, flag: str) -> DatasetSpec | Any:
+    """The `DatasetSpec` of --dataset if it is set, else the value of `flag`."""
     spec = getattr(args, "dataset", None)
-    return OwnData(spec, args) if spec else getattr(args, flag)
+    return DatasetSpec(spec, args) if spec else getattr(args, flag)
 
 
-class OwnSource:
+class UserDatasetSource:
     """The dataset that the function of --dataset returns. A record is {"item": an item}. See `RecordSource` for the
     methods.
 
@@ -79,7 +79,7 @@ class OwnSource:
     shards: Sequence[range] | None = None
     skipped = ""
 
-    def __init__(self, data: OwnData) -> None:
+    def __init__(self, data: DatasetSpec) -> None:
         self._spec, self._seed = data.spec, data.args.seed
         self._dataset, self._length = _make_dataset(data)
         fingerprint = getattr(self._dataset, "fingerprint", None)
@@ -106,7 +106,7 @@ class OwnSource:
             return {ITEM: self._dataset[index]}
 
 
-def _put_own_folder_last() -> None:
+def _search_own_folder_last() -> None:
     """Let a user's dataset import the modules that Python would find without this project: in the current folder, then
     in PYTHONPATH and among the installed packages. Python puts the scripts' folder first, which also holds
     `distributed` and `tests`; move it to the end."""
@@ -115,7 +115,7 @@ def _put_own_folder_last() -> None:
     sys.path[:] = [os.getcwd(), *sorted(entries, key=lambda entry: os.path.realpath(entry) == str(HOME))]
 
 
-def _make_dataset(data: OwnData) -> tuple[Any, int]:
+def _make_dataset(data: DatasetSpec) -> tuple[Any, int]:
     flag = f"--dataset {data.spec}: "
     module_name, _, function_name = data.spec.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *function_name.split("."))):
@@ -124,7 +124,7 @@ def _make_dataset(data: OwnData) -> tuple[Any, int]:
         )
     if module_name.partition(".")[0] == "tandem":
         raise ValueError(f"{flag}{module_name} is a name of this project; give your module another one")
-    _put_own_folder_last()
+    _search_own_folder_last()
     with _errors_in_one_line(f"{flag}importing {module_name} failed: "):
         exists = module_name in sys.modules or importlib.util.find_spec(module_name)
         module = importlib.import_module(module_name) if exists else None
@@ -141,7 +141,7 @@ def _make_dataset(data: OwnData) -> tuple[Any, int]:
         dataset = function(argparse.Namespace(**vars(data.args)))
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise ValueError(
-            f"{flag}the function returned {shown(dataset)}, which has not both __len__ and __getitem__: "
+            f"{flag}the function returned {describe_object(dataset)}, which has not both __len__ and __getitem__: "
             "samples are read at random, so that every process and every start see the same ones"
         )
     with _errors_in_one_line(f"{flag}len() of what the function returned failed: "):
@@ -200,7 +200,7 @@ def as_array(part: Any) -> np.ndarray | None:
     return part if isinstance(part, np.ndarray) else None
 
 
-def as_bytes(array: np.ndarray) -> np.ndarray | None:
+def as_uint8(array: np.ndarray) -> np.ndarray | None:
     """Pixels as uint8: uint8 unchanged, floats in [0, 1] converted; None for others."""
     if array.dtype == np.uint8:
         return array
@@ -211,7 +211,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray | None:
     return np.rint(array.clip(0, 1) * 255).astype(np.uint8)
 
 
-def shown(thing: Any) -> str:
+def describe_object(thing: Any) -> str:
     """The description of an object for an error."""
     array = as_array(thing)
     if array is not None:
@@ -229,15 +229,15 @@ def shown(thing: Any) -> str:
     return "None" if thing is None else f"{type(thing).__name__} {thing!r}"[:_LONGEST_QUOTE]
 
 
-def refused(thing: Any, expected: str) -> BadDatasetItem:
+def item_error(thing: Any, expected: str) -> BadDatasetItem:
     """The error for an item of a user's dataset that the script cannot train on; its text follows the item's name."""
-    return BadDatasetItem(f"is {shown(thing)}; it has to be {expected}")
+    return BadDatasetItem(f"is {describe_object(thing)}; it has to be {expected}")
 
 
 def image_of(item: Any) -> Image.Image:
     picture = _to_picture(part_of(item, *IMAGE_NAMES))
     if picture is None:
-        raise refused(item, _IMAGE)
+        raise item_error(item, _IMAGE)
     return picture
 
 
@@ -250,7 +250,7 @@ class Video(NamedTuple):
     def picture(self, number: int) -> Image.Image:
         picture = _to_picture(self.frames[number])
         if picture is None:
-            raise refused(part_of(self.item, "video"), _CLIP)
+            raise item_error(part_of(self.item, "video"), _CLIP)
         return picture
 
     @property
@@ -258,14 +258,14 @@ class Video(NamedTuple):
         """Frames per second, which an item has to state only for --fps."""
         fps = part_of(self.item, "fps", place=None)
         if not (isinstance(fps, (int, float, np.number)) and 0 < float(fps) < math.inf):
-            raise refused(self.item, 'for --fps, a mapping with a "video" and its "fps", above 0')
+            raise item_error(self.item, 'for --fps, a mapping with a "video" and its "fps", above 0')
         return float(fps)
 
 
 def video_of(item: Any) -> Video:
     frames = as_array(part_of(item, "video"))
     if frames is None or frames.ndim != 4 or 0 in frames.shape:
-        raise refused(item, _CLIP)
+        raise item_error(item, _CLIP)
     return Video(item, frames)
 
 
@@ -283,9 +283,9 @@ def sound_of(item: Any) -> FileRef:
     least, most = SAMPLE_RATES
     is_rate = isinstance(rate, int) and not isinstance(rate, bool) and least <= rate <= most
     if array is None or array.dtype.kind != "f" or array.ndim not in (1, 2) or not is_rate:
-        raise refused(waveform if is_rate and array is not None else item, _SOUND)
+        raise item_error(waveform if is_rate and array is not None else item, _SOUND)
     if array.ndim == 2 and array.shape[0] > _MOST_CHANNELS:
-        raise refused(array, "(channels, samples), channels first")
+        raise item_error(array, "(channels, samples), channels first")
     if 0 in array.shape:
         raise ValueError("it holds no sound")
     content = io.BytesIO()
@@ -298,11 +298,11 @@ def texts_of(item: Any) -> Texts:
     if isinstance(item, (tuple, list)):
         item = {"caption": item[2] if len(item) > 2 else None, "label": item[3] if len(item) > 3 else None}
     if not isinstance(item, Mapping):
-        raise refused(item, _SOUND)
+        raise item_error(item, _SOUND)
     try:
         return texts_of_object({key: list(value) if isinstance(value, tuple) else value for key, value in item.items()})
     except ValueError:
-        raise refused(item, _SOUND) from None
+        raise item_error(item, _SOUND) from None
 
 
 def caption_of(item: Any) -> str:
@@ -313,7 +313,7 @@ def caption_of(item: Any) -> str:
     if isinstance(item, (tuple, list)) and not isinstance(caption, str):
         caption = None
     if not (caption is None or isinstance(caption, str)):
-        raise refused(item, 'one whose "caption" is a text')
+        raise item_error(item, 'one whose "caption" is a text')
     return sentence(caption or "")
 
 
@@ -323,14 +323,14 @@ def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:
         return None
     array = as_array(item.get(name) if isinstance(item, Mapping) else None)
     if array is None or array.dtype.kind != "f" or array.ndim != dimensions or 0 in array.shape:
-        raise without_array(item, name, dimensions)
+        raise missing_array_error(item, name, dimensions)
     return array
 
 
-def without_array(item: Any, name: str, dimensions: int) -> BadDatasetItem:
+def missing_array_error(item: Any, name: str, dimensions: int) -> BadDatasetItem:
     """The error for an item without this array."""
     form = {1: "(d,)", 2: "(tokens, d)"}[dimensions]
-    return refused(item, f'a mapping with an "image" and a "{name}", a tensor or array of floats {form}')
+    return item_error(item, f'a mapping with an "image" and a "{name}", a tensor or array of floats {form}')
 
 
 def _to_picture(part: Any) -> Image.Image | None:
@@ -340,7 +340,7 @@ def _to_picture(part: Any) -> Image.Image | None:
     array = as_array(part)
     if array is None or array.ndim != 3 or array.shape[0] not in (1, 3, 4) or 0 in array.shape:
         return None
-    pixels = as_bytes(array)
+    pixels = as_uint8(array)
     if pixels is None:
         return None
     return Image.fromarray(np.ascontiguousarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tandem.io.reading import open_regular
 
-from .files import Bytes, FileWindow, LocalFile, is_address
+from .files import FileWindow, LocalFile, RandomAccessFile, is_url
 
 MOST_EXAMPLES = 100
 
@@ -42,7 +42,7 @@ class FieldSpec(NamedTuple):
     further: tuple[str, ...] = ()
 
     @property
-    def taken(self) -> tuple[str, ...]:
+    def all_endings(self) -> tuple[str, ...]:
         """All endings."""
         return self.endings + self.further
 
@@ -129,7 +129,7 @@ class RecordSource(Protocol):
 
 
 @contextlib.contextmanager
-def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Bytes]:
+def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[RandomAccessFile]:
     """An open file, or one at an address.
 
     Args:
@@ -139,7 +139,7 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Byt
 
     Raises OSError, and ValueError, in one line, if it is a pipe or a device.
     """
-    if is_address(path):
+    if is_url(path):
         from .remote import open_remote
 
         with open_remote(path, is_part, ahead) as server:

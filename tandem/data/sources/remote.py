@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from tandem.io.installed import missing_package
 
 from .cache import ShardCache
-from .files import SCHEME, USER, FileWindow, LocalFile, shown
+from .files import CREDENTIALS, SCHEME, FileWindow, LocalFile, redact
 
 _PIECE = 16 << 20  # bytes of the longest request
 _AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
@@ -46,9 +46,9 @@ def version(address: str) -> str:
 
 def check_address(address: str) -> None:
     """Raises ValueError, in one line, if it holds a password: run folders store flags, and others see command lines."""
-    if USER.search(address) or (_protocol(address) == "http" and _SECRET.search(address)):
+    if CREDENTIALS.search(address) or (_protocol(address) == "http" and _SECRET.search(address)):
         raise ValueError(
-            f"{shown(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
+            f"{redact(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
             "address without it, and the password in ~/.netrc or as the server's own tools read it (docs/data.md)"
         )
 
@@ -65,15 +65,15 @@ def listed(pattern: str) -> list[str]:
     """
     if _protocol(pattern) == "http":
         raise ValueError(
-            f"{shown(pattern)!r} cannot be listed, because web servers list no files: give a range, such as "
-            f"{shown(pattern).rpartition('/')[0]}/{{00000..00099}}.tar"
+            f"{redact(pattern)!r} cannot be listed, because web servers list no files: give a range, such as "
+            f"{redact(pattern).rpartition('/')[0]}/{{00000..00099}}.tar"
         )
     try:
         infos = _request(pattern, "glob" if is_pattern(pattern) else "find", detail=True)
     except OSError as error:
-        raise ValueError(f"cannot list {shown(pattern)!r}: {error.strerror}") from None
+        raise ValueError(f"cannot list {redact(pattern)!r}: {error.strerror}") from None
     if not infos:
-        raise ValueError(f"no file is named like {shown(pattern)!r}")
+        raise ValueError(f"no file is named like {redact(pattern)!r}")
     fs_class, normal = _fs_class(pattern)
     prefix = normal.rstrip("/").removesuffix(fs_class._strip_protocol(normal))
     addresses = {prefix + name: info for name, info in sorted(infos.items())}
@@ -102,7 +102,7 @@ class RemoteFile:
     def size(self) -> int:
         size = _fetch_info(self._address).size
         if size is None:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), shown(self._address))
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), redact(self._address))
         return size
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -216,7 +216,7 @@ def _open_cached(address: str) -> BinaryIO | None:
     try:
         return None if size is None else _cache.open(f"{address}\n{file_version}", size, RemoteFile(address).pread)
     except OSError as error:
-        if error.filename == shown(address):  # only errors of the server have this file name
+        if error.filename == redact(address):  # only errors of the server have this file name
             raise
         return None
 
@@ -242,7 +242,7 @@ def _parse_info(address: str, info: Mapping[str, Any]) -> _Info:
     if info["type"] == "directory":
         return _Info(None, "")
     if not isinstance(size := info.get("size"), int):
-        raise OSError(errno.ENOTSUP, "the server does not say how long the file is", shown(address))
+        raise OSError(errno.ENOTSUP, "the server does not say how long the file is", redact(address))
     names = ("ETag", "etag", "md5Hash", "blob_id", "Last-Modified", "LastModified", "mtime", "updated")
     return _Info(size, f"{size} {next((info[name] for name in names if info.get(name) is not None), '')}")
 
@@ -270,12 +270,12 @@ def _fs_class(address: str) -> tuple[Any, str]:
     except ImportError as error:
         package = error.name or getattr(error.__cause__, "name", None)  # fsspec's own errors have no name, but a cause
         if package and (package == "fsspec" or protocol in _INSTALLED):
-            raise missing_package(shown(address), package, "remote") from None
-        raise ValueError(f"{shown(address)} needs a package for {protocol}:// ({error})") from None
+            raise missing_package(redact(address), package, "remote") from None
+        raise ValueError(f"{redact(address)} needs a package for {protocol}:// ({error})") from None
     except ValueError:
-        raise ValueError(f"{shown(address)}: fsspec knows no addresses that begin with {protocol}://") from None
+        raise ValueError(f"{redact(address)}: fsspec knows no addresses that begin with {protocol}://") from None
     if protocol in ("file", "local", "memory") or "::" in address:
-        raise ValueError(f"{shown(address)} is no address of a server: give a path for files of this machine")
+        raise ValueError(f"{redact(address)} is no address of a server: give a path for files of this machine")
     scheme, path = address.split("://", 1)
     return fs_class, f"{scheme.lower()}://{path}"
 
@@ -334,8 +334,8 @@ def _request(
         except Exception as error:
             number, reason = _explain_error(error, seconds)
             if number != errno.EIO:
-                raise OSError(number, reason, shown(address)) from None
-    raise OSError(errno.EIO, f"{reason}, {_TRIES} times in a row", shown(address)) from None
+                raise OSError(number, reason, redact(address)) from None
+    raise OSError(errno.EIO, f"{reason}, {_TRIES} times in a row", redact(address)) from None
 
 
 def _explain_error(error: BaseException, seconds: float) -> tuple[int, str]:

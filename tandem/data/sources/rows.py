@@ -12,7 +12,7 @@ import numpy as np
 
 from tandem.io.reading import printable
 
-from .files import as_on_disk, is_address
+from .files import is_url, match_unicode_form
 from .record import MOST_EXAMPLES, FieldSpec, FileRef, Record, RecordSource
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
@@ -74,11 +74,11 @@ class Rows:
     def joined(self, path: str) -> str:
         """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
         file of this machine."""
-        if is_address(path):
+        if is_url(path):
             return path
-        if is_address(self._folder) and (path.startswith(("/", "~")) or ".." in path.split("/")):
+        if is_url(self._folder) and (path.startswith(("/", "~")) or ".." in path.split("/")):
             raise ValueError(f"it names {path[:_LONGEST_QUOTE]!r}, which is not below its list on the server")
-        return os.path.join(self._folder, path if is_address(self._folder) else os.path.expanduser(path))
+        return os.path.join(self._folder, path if is_url(self._folder) else os.path.expanduser(path))
 
     def _parse_cell(self, spec: FieldSpec, cell: Any, index: int) -> Any:
         """The file or the numbers of a cell, None if it is empty."""
@@ -86,7 +86,7 @@ class Rows:
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
             full_path = self.joined(path_of({"path": path}, spec.noun)) if path else ""
-            return FileRef(full_path if is_address(full_path) else as_on_disk(full_path)) if path else None
+            return FileRef(full_path if is_url(full_path) else match_unicode_form(full_path)) if path else None
         if isinstance(content, bytes | memoryview):
             return FileRef.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:

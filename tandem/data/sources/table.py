@@ -29,7 +29,7 @@ from tandem.io.installed import missing_package
 from tandem.io.reading import DAMAGES, LONGEST_BEGINNING, check_regular, other_kind, read_json
 
 from . import remote
-from .files import is_address, shown
+from .files import is_url, redact
 from .folder import FolderSource, NothingFoundError
 from .index import fingerprint_of
 from .record import FieldSpec, FileRef, Files, open_bytes
@@ -212,13 +212,13 @@ class _ArrowFile:
         import pyarrow as pa
 
         self._path, self.lengths, self._batch_ranges = path, list[int](), list[tuple[int, int]]()
-        self._map = None if is_address(path) else pa.memory_map(path).read_buffer()
+        self._map = None if is_url(path) else pa.memory_map(path).read_buffer()
         offset = 0
         with open_bytes(path, ahead=1 << 16) as file:
-            while (heartbeat := file.pread(8, offset)) != _END_OF_STREAM:
-                size = 8 + int.from_bytes(heartbeat[4:], "little")
+            while (marker := file.pread(8, offset)) != _END_OF_STREAM:
+                size = 8 + int.from_bytes(marker[4:], "little")
                 header = (
-                    file.pread(size, offset) if heartbeat[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
+                    file.pread(size, offset) if marker[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
                 )
                 if len(header) < size:
                     raise ValueError("it is cut off, or no stream of Arrow: write it as a stream, or as parquet")
@@ -313,10 +313,10 @@ class _ParquetFile:
 
 def _open_table(path: str) -> _ArrowFile | _ParquetFile:
     with _errors_in_one_line(f"cannot read {path!r}"):
-        if not is_address(path):
+        if not is_url(path):
             check_regular(Path(path))
         try:
-            return _ParquetFile(path) if shown(path).lower().endswith(".parquet") else _ArrowFile(path)
+            return _ParquetFile(path) if redact(path).lower().endswith(".parquet") else _ArrowFile(path)
         except ValueError:  # pyarrow's errors about the content are ValueErrors, too
             if reason := other_kind(FileRef(path).read(LONGEST_BEGINNING)):
                 raise ValueError(reason) from None
@@ -325,7 +325,7 @@ def _open_table(path: str) -> _ArrowFile | _ParquetFile:
 
 def _open_random_access(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
     """The file or path for pyarrow. `is_part`: as for `open_bytes`."""
-    return remote.open_file(path, is_part) if is_address(path) else contextlib.nullcontext(path)
+    return remote.open_file(path, is_part) if is_url(path) else contextlib.nullcontext(path)
 
 
 @contextlib.contextmanager

@@ -21,16 +21,18 @@ import numpy.typing as npt
 from tandem.data.bad_samples import reason_of
 from tandem.io.reading import DAMAGES, counted, other_kind
 
-from .files import Bytes, is_address
+from .files import RandomAccessFile, is_url
 from .folder import about_skipped, ending_of, skipped_line
 from .index import IndexData, PackedStrings, cached_index, fingerprint_of, largest
 from .record import FieldSpec, FileRef, Record, open_bytes
 
-_FEWEST = 100  # samples in an index that is cached: each header of a long member takes a read of the disk
+_MIN_CACHED_SAMPLES = (
+    100  # an index of fewer samples is not cached; each header of a long member takes a read of the disk
+)
 _THREADS = 16
 _BLOCK = 512  # bytes
 _LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
-_ONE_HEADER, _NEAR, _AHEAD, _AHEAD_REMOTE = 1 << 11, 1 << 14, 1 << 16, 1 << 20  # bytes
+_ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES, _AHEAD_REMOTE_BYTES = 1 << 11, 1 << 14, 1 << 16, 1 << 20  # bytes
 # Kinds of members. Links, devices and folders have no content, whatever size they state.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
@@ -43,7 +45,7 @@ _MORE_BYTES = "with bytes behind the end, which are not read"
 _LONGEST_END = 1 << 20  # bytes
 _PARTS = ("size", "offset", "ending")
 
-Kinds = Callable[[str], Sequence[tuple[int, int, int]]]
+MatchTail = Callable[[str], Sequence[tuple[int, int, int]]]
 
 
 class TarSource:
@@ -58,21 +60,21 @@ class TarSource:
     """
 
     def __init__(self, paths: Sequence[str], specs: Sequence[FieldSpec], skipped: str = "") -> None:
-        self.paths, self._wanted = [*paths], [*specs]
+        self.paths, self._specs = [*paths], [*specs]
         with ThreadPoolExecutor(_THREADS) as threads:
             states = [*threads.map(_read_state, self.paths)]
         self._n_bytes = np.array([size for size, _ in states], np.int64)
         root, names = _root_and_names(self.paths)
         kind = json.dumps(["tars", names, [(spec.name, spec.endings, spec.further) for spec in specs]])
         index = cached_index(
-            root, fingerprint_of([kind.encode()]), self._build_index, fewest=_FEWEST,
+            root, fingerprint_of([kind.encode()]), self._build_index, fewest=_MIN_CACHED_SAMPLES,
             depends=fingerprint_of([json.dumps(states).encode()]),
         )  # fmt: skip
         self.fingerprint, self._names = index.fingerprint, index.strings("names")
         self._columns = {
             spec.name: [index.numbers(f"{part} {spec.name}", len(self)) for part in _PARTS] for spec in specs
         }
-        self._firsts = index.numbers("firsts", len(self.paths) + 1).whole()
+        self._firsts = index.numbers("firsts", len(self.paths) + 1).to_numpy()
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
             raise index.damaged()
         self._damaged, self.examples = index.damaged, index.examples
@@ -88,27 +90,27 @@ class TarSource:
             raise ValueError(f"no {specs[0].noun} ({' '.join(specs[0].endings)}) in {self}{hint}")
 
     def _build_index(self) -> IndexData:
-        kinds = functools.lru_cache(1 << 12)(functools.partial(_match_tail, self._wanted))
+        kinds = functools.lru_cache(1 << 12)(functools.partial(_match_tail, self._specs))
         names, firsts = PackedStrings(), array("q", [0])
-        columns = [array("q") for _ in range(len(_PARTS) * len(self._wanted))]
-        skipped, alone, ends = Counter[str](), list[str](), dict[str, list[int]]()
+        columns = [array("q") for _ in range(len(_PARTS) * len(self._specs))]
+        skipped, unmatched, ends = Counter[str](), list[str](), dict[str, list[int]]()
         with ThreadPoolExecutor(_THREADS) as threads:
-            for scanned in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
+            for scanned in threads.map(lambda path: scan(path, self._specs, kinds), self.paths):
                 for name in scanned.names:
                     names.append(name)
                 for column, numbers in zip(columns, scanned.places.T, strict=True):
                     column.frombytes(numbers.tobytes())
-                skipped += scanned.left
-                alone += scanned.alone
+                skipped += scanned.skipped
+                unmatched += scanned.unmatched
                 for end in scanned.ends:
                     ends.setdefault(end, [0, len(firsts) - 1])[0] += 1
                 firsts.append(len(names))
         # Equal for the same samples in the same tars with the same members beside them, whatever else the tars hold.
         parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
-        titles = [f"{part} {spec.name}" for spec in self._wanted for part in _PARTS]
-        description = about_skipped(skipped, self._wanted[0].noun, len(alone), alone[0] if alone else "")
+        titles = [f"{part} {spec.name}" for spec in self._specs for part in _PARTS]
+        description = about_skipped(skipped, self._specs[0].noun, len(unmatched), unmatched[0] if unmatched else "")
         facts = {
-            "examples": {spec.name: largest(columns[len(_PARTS) * n]) for n, spec in enumerate(self._wanted)},
+            "examples": {spec.name: largest(columns[len(_PARTS) * n]) for n, spec in enumerate(self._specs)},
             "skipped": [skipped.total(), description],
             "ends": ends,
         }
@@ -125,13 +127,13 @@ class TarSource:
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         path, n_bytes, name = self.path(index), self._n_bytes[self.shard(index)], self._names[index]
         record = {}
-        for spec in self._wanted:
+        for spec in self._specs:
             size, offset, ending = (column[index] for column in self._columns[spec.name])
-            if size < 0 and spec is not self._wanted[0]:
+            if size < 0 and spec is not self._specs[0]:
                 continue
-            if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(spec.taken)):
+            if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(spec.all_endings)):
                 raise self._damaged()
-            member = name if spec is self._wanted[0] else f"{_key(name)}{spec.taken[ending]}"
+            member = name if spec is self._specs[0] else f"{_key(name)}{spec.all_endings[ending]}"
             record[spec.name] = FileRef(path, offset, size, member=member)
         return record
 
@@ -176,7 +178,7 @@ def _key(name: str) -> str:
 def _read_state(path: str) -> tuple[int, str]:
     """The size of a tar, and a text that changes with it."""
     try:
-        if is_address(path):
+        if is_url(path):
             from . import remote
 
             return remote.RemoteFile(path).size, remote.version(path)
@@ -188,7 +190,7 @@ def _read_state(path: str) -> tuple[int, str]:
 
 def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
     """The path of the index, one tar or the folder of several, and the paths of the tars relative to it."""
-    if is_address(paths[0]):
+    if is_url(paths[0]):
         return paths[0], [*paths]
     if len(paths) == 1:
         return paths[0], [""]
@@ -203,34 +205,34 @@ def _match_tail(specs: Sequence[FieldSpec], tail: str) -> list[tuple[int, int, i
     for is_whole in (True, False):
         matches = []
         for number, spec in enumerate(specs):
-            is_match = [tail == ending if is_whole else tail.endswith(ending) for ending in spec.taken]
+            is_match = [tail == ending if is_whole else tail.endswith(ending) for ending in spec.all_endings]
             if any(is_match) and (is_whole or number == 0 or spec.as_cells):
                 ending = is_match.index(True)
                 rank = ending if number else int(ending >= len(spec.endings))
-                matches.append((number, rank if is_whole else len(spec.taken) + rank, ending))
+                matches.append((number, rank if is_whole else len(spec.all_endings) + rank, ending))
         if matches:
             return matches
     return []
 
 
-class Scanned(NamedTuple):
+class TarScan(NamedTuple):
     """The content of a tar.
 
     names: of the first members of its samples, in its order.
     places: size, offset and ending of each sample's member of each kind, int64 (n, 3 * kinds), -1 where it has none.
-    left: how many members belong to no sample, by ending; also links and sparse files, whose content is elsewhere.
-    alone: those of them that could belong to a sample.
+    skipped: how many members belong to no sample, by ending; also links and sparse files, whose content is elsewhere.
+    unmatched: those of them that could belong to a sample.
     ends: notes about an unusual end.
     """
 
     names: list[str]
     places: npt.NDArray[np.int64]
-    left: Counter[str]
-    alone: list[str]
+    skipped: Counter[str]
+    unmatched: list[str]
     ends: list[str]
 
 
-def scan(path: str, specs: Sequence[FieldSpec], kinds: Kinds) -> Scanned:
+def scan(path: str, specs: Sequence[FieldSpec], kinds: MatchTail) -> TarScan:
     """Read the headers of a tar's members.
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
@@ -266,8 +268,10 @@ def scan(path: str, specs: Sequence[FieldSpec], kinds: Kinds) -> Scanned:
             tails[name[len(_key(name)) :]] -= 1
     for tail, n in (+tails).items():
         skipped[ending_of(f"key{tail}")] += n
-    alone = sorted({part[1] for sample in samples.values() if not sample[0] for part in sample if part})
-    return Scanned([*complete], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(specs)), skipped, alone, ends)
+    unmatched = sorted({part[1] for sample in samples.values() if not sample[0] for part in sample if part})
+    return TarScan(
+        [*complete], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(specs)), skipped, unmatched, ends
+    )
 
 
 def _join_forms(samples: Mapping[str, list[Any]]) -> None:
@@ -284,15 +288,17 @@ class _Pieces:
     """A file that is read forward in pieces: short ones for distant headers, longer and longer ones where headers are
     near each other. From a server, long pieces take no more time."""
 
-    def __init__(self, file: Bytes, is_remote: bool) -> None:
-        self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER
-        self._near, self._shortest = (_AHEAD_REMOTE, _AHEAD_REMOTE) if is_remote else (_NEAR, _ONE_HEADER)
+    def __init__(self, file: RandomAccessFile, is_remote: bool) -> None:
+        self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER_BYTES
+        self._near, self._shortest = (
+            (_AHEAD_REMOTE_BYTES, _AHEAD_REMOTE_BYTES) if is_remote else (_NEAR_BYTES, _ONE_HEADER_BYTES)
+        )
 
     def read(self, at: int, size: int) -> bytes:
         begin = at - self._begin
         if not 0 <= begin <= len(self._piece) - size:
             self._size = max(
-                self._shortest, min(2 * self._size, _AHEAD) if begin < len(self._piece) + self._near else 0
+                self._shortest, min(2 * self._size, _AHEAD_BYTES) if begin < len(self._piece) + self._near else 0
             )
             self._piece, self._begin, begin = self._file.pread(max(size, self._size), at), at, 0
         return self._piece[begin : begin + size]
@@ -306,7 +312,7 @@ def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple
     """
     try:
         with open_bytes(path) as file:
-            yield from _read_members(_Pieces(file, is_address(path)), file.size, skipped, ends)
+            yield from _read_members(_Pieces(file, is_url(path)), file.size, skipped, ends)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:
@@ -316,26 +322,26 @@ def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple
 def _read_members(
     pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[str]
 ) -> Iterator[tuple[str, int, int]]:
-    at = 0
+    position = 0
     extended: dict[str, bytes] = {}  # attributes of the next member, from extended headers
     while True:
-        header = pieces.read(at, _BLOCK)
+        header = pieces.read(position, _BLOCK)
         if header == bytes(_BLOCK):  # zeros mark the end
-            end = at
-            while at < n_bytes and at - end < _LONGEST_END and not header.strip(b"\0"):
-                at += _BLOCK
-                header = pieces.read(at, _BLOCK)
-            if at >= n_bytes or not _begins_member(header):
-                ends += [_MORE_BYTES] if at < n_bytes else []
+            end = position
+            while position < n_bytes and position - end < _LONGEST_END and not header.strip(b"\0"):
+                position += _BLOCK
+                header = pieces.read(position, _BLOCK)
+            if position >= n_bytes or not _begins_member(header):
+                ends += [_MORE_BYTES] if position < n_bytes else []
                 return
-        if at == n_bytes > 0 and not extended:
+        if position == n_bytes > 0 and not extended:
             ends.append(_NO_END_MARK)
             return
-        if at >= n_bytes:
+        if position >= n_bytes:
             raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
         if not _is_header(header):
-            raise ValueError(("" if at else other_kind(header)) or f"no header at byte {at}")
-        kind, begin, size = header[156:157], at + _BLOCK, _parse_number(header[124:136])
+            raise ValueError(("" if position else other_kind(header)) or f"no header at byte {position}")
+        kind, begin, size = header[156:157], position + _BLOCK, _parse_number(header[124:136])
         if kind in _HEADERS:
             if not 0 <= size <= _LONGEST_HEADER:
                 raise ValueError(f"it claims a header of {size} bytes")
@@ -358,7 +364,7 @@ def _read_members(
             elif kind in _LINKS or is_sparse:
                 skipped["linked" if kind in _LINKS else "sparse"] += 1
             extended = {}
-        at = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
+        position = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
 def _is_header(block: bytes) -> bool:

@@ -51,7 +51,7 @@ from tandem.io.reading import open_regular
 from tandem.io.writing import create, replacing
 
 from .output import explained_write
-from .shards import COUNT, GRID, LINES_FILE, Array, StoredArrays, explained, row_count, stays_inside
+from .shards import COUNT, GRID, LINES_FILE, Array, StoredArrays, explain_errors, row_count, stays_inside
 
 CODES = "codes"
 _DTYPES = ("uint8", "uint16", "int32")
@@ -83,7 +83,7 @@ class StoredCodes(StoredArrays):
         shards = self.index["shards"]
         self.by_shard: list[list[Mapping[str, Any]]] = [[] for _ in shards]
         rows = [0] * len(shards)
-        with explained(self.folder / LINES_FILE):
+        with explain_errors(self.folder / LINES_FILE):
             for line in self.lines():
                 shard, count = line["shard"], line.get(COUNT, 1)
                 if not isinstance(line["path"], str):
@@ -126,7 +126,7 @@ def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code
     Raises ValueError, in one line, if the index is damaged. `frames_per_code`: of a model of videos; None: of images.
     """
     lines = [line for shard_lines in codes.by_shard for line in shard_lines]
-    with explained(codes.folder / LINES_FILE):
+    with explain_errors(codes.folder / LINES_FILE):
         if frames_per_code is not None:
             for line in lines:
                 _check_line(line, frames_per_code)

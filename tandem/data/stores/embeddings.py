@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tandem.data.bad_samples import reason_of
 from tandem.io.reading import BYTE_ORDER_MARK, plain_text, read_bytes, text_lines
 
-from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explained
+from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explain_errors
 
 EMBEDDINGS = "embeddings"
 _LONGEST_QUERIES = 1 << 26  # bytes
@@ -71,7 +71,7 @@ class StoredEmbeddings(StoredArrays):
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder, EMBEDDINGS)
         index = self.index
-        with explained(self.folder / INDEX_FILE):
+        with explain_errors(self.folder / INDEX_FILE):
             if index["task"] != "embed":
                 raise ValueError("it is an index of something else")
             self.rows = [entry["rows"] for entry in index["shards"]]
@@ -118,7 +118,7 @@ class StoredEmbeddings(StoredArrays):
     def _read_files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
         """The path, and the caption if there is one, of each of these rows."""
         files: dict[int, tuple[str, str | None]] = {}
-        with explained(self.folder / LINES_FILE):
+        with explain_errors(self.folder / LINES_FILE):
             for row, line in enumerate(self.lines()):
                 if row in rows:
                     files[row] = str(line["path"]), next(map(str, line.get("captions", [])), None)

@@ -1,5 +1,5 @@
-"""Encoding of samples to the shards of a store: a sample is loaded in pieces (an image, the clips of a sound, some
-frames of a video), a model makes rows of them, and samples that cannot be read are left out."""
+"""Encodes samples into the shards of a store. A sample consists of pieces (an image, the clips of a sound, some frames
+of a video), each of which the model encodes as a row. Samples that cannot be read are left out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .shards import COUNT, GRID, PARTIAL, EncodedShard
 
 PIECE_FRAMES = 16  # frames of a video that are in memory at once
 
-Note = dict[str, Any]  # the entries of a sample in the index, beside its name
-Load = Callable[[int], tuple[Tensor, Note]]
+IndexEntry = dict[str, Any]  # what the index holds about a sample, beside its name
+Load = Callable[[int], tuple[Tensor, IndexEntry]]
 Frames = Callable[[int], Iterator[tuple[Tensor, float | None]]]
 Describe = Callable[[int], str]  # the name by which a user finds a sample
 
@@ -44,7 +44,7 @@ def encode_batches(
     that can be read.
 
     Args:
-        load: index -> the pieces of a sample (n, ...), n > 0, of one shape for all samples, and its note. Raises
+        load: index -> the pieces of a sample (n, ...), n > 0, of one shape for all samples, and its index entry. Raises
             OSError or ValueError, in one line, if it cannot be read. `num_workers` loader processes call it, each for
             `per_request` samples at a time; it is pickled if they are not forked.
         encode: Pieces (batch_size, ...), padded with 0 -> rows (batch_size, ...) on any device. If a row depends only
@@ -53,25 +53,27 @@ def encode_batches(
         waiting: See `Loader`.
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
-    load_request = functools.partial(load_each, load, describe)
+    load_request = functools.partial(load_samples, load, describe)
     batches = iter(Loader(load_request, list(itertools.chain(*requests)), num_workers, waiting=waiting))
     return (_encode_shard(itertools.islice(batches, len(chunk)), encode, batch_size) for chunk in requests)
 
 
-def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
-    """The pieces (n, ...) of all samples; for each sample the number of its pieces, and its note, with the reason for a
-    partial reading as PARTIAL; and the samples that cannot be read."""
-    pieces, notes, bad = [torch.zeros(0)], [], []
+def load_samples(
+    load: Load, describe: Describe, indices: range
+) -> tuple[Tensor, list[tuple[int, IndexEntry]], list[BadSample]]:
+    """The pieces (n, ...) of all samples; for each sample the number of its pieces, and its index entry, with the
+    reason for a partial reading as PARTIAL; and the samples that cannot be read."""
+    pieces, entries, bad = [torch.zeros(0)], [], []
     for index in indices:
         try:
             with partly_read() as reasons:
-                sample_pieces, note = load(index)
+                sample_pieces, entry = load(index)
         except (OSError, ValueError) as error:
             bad.append(BadSample(index, describe(index), reason_of(error)))
         else:
             pieces.append(sample_pieces)
-            notes.append((len(sample_pieces), {**note, PARTIAL: reasons[0]} if reasons else note))
-    return torch.cat(pieces[1:] or pieces), notes, bad
+            entries.append((len(sample_pieces), {**entry, PARTIAL: reasons[0]} if reasons else entry))
+    return torch.cat(pieces[1:] or pieces), entries, bad
 
 
 def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> EncodedShard:
@@ -79,17 +81,17 @@ def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], ba
     encoded = EncodedShard([], [], [])
 
     def pieces() -> Iterator[Tensor]:
-        for sample_pieces, notes, bad in batches:
-            counts.extend(count for count, _ in notes)
-            encoded.notes.extend(note for _, note in notes)
+        for sample_pieces, entries, bad in batches:
+            counts.extend(count for count, _ in entries)
+            encoded.entries.extend(entry for _, entry in entries)
             encoded.bad.extend(bad)
             yield from sample_pieces
 
-    rows = in_batches(pieces(), encode, batch_size)
+    rows = encode_in_batches(pieces(), encode, batch_size)
     return encoded._replace(parts=rows.split(counts) if counts else [])
 
 
-def in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], batch_size: int) -> Tensor:
+def encode_in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], batch_size: int) -> Tensor:
     """The rows (n, ...) that `encode` makes of pieces, on the host: in batches of one size, padded with 0."""
     pending = iter(pieces)
 
@@ -112,7 +114,7 @@ def encode_streams(
     dtype: np.dtype,
     frames_per_code: int,
     num_threads: int,
-    in_shape: bool = False,
+    keep_aspect: bool = False,
 ) -> Iterator[EncodedShard]:
     """Codes of the videos of each shard, in the order of the shards. The memory does not depend on the length of a
     video.
@@ -127,30 +129,31 @@ def encode_streams(
         frames_per_code: 1 + n * frames_per_code frames have 1 + n frames of codes. Other videos are padded by repeating
             the last frame.
         num_threads: The number of videos that are decoded at once, each by a thread, at most one piece ahead.
-        in_shape: Whether each video has its own (h', w'); then its note holds them as GRID, and rows are single codes.
+        in_shape: Whether each video has its own (h', w'); then its index entry holds them as GRID, and rows are single
+            codes.
     """
     for indices in shards:
-        parts, grids = defaultdict[int, list[Any]](list), dict[int, Note]()
-        notes, bad = dict[int, Note](), list[BadSample]()
+        parts, grids = defaultdict[int, list[Any]](list), dict[int, IndexEntry]()
+        entries, bad = dict[int, IndexEntry](), list[BadSample]()
         pieces = _round_robin(lambda index: _split_frames(frames_of, index, frames_per_code), indices, num_threads)
-        for index, codes in on_host(_encode_pieces(pieces, describe, open_stream, notes, bad)):
-            parts[index].append((codes.ravel() if in_shape else codes).numpy().astype(dtype))
-            grids[index] = {GRID: [*codes.shape[1:]]} if in_shape else {}
-        encoded_indices = sorted(notes)
+        for index, codes in on_host(_encode_pieces(pieces, describe, open_stream, entries, bad)):
+            parts[index].append((codes.ravel() if keep_aspect else codes).numpy().astype(dtype))
+            grids[index] = {GRID: [*codes.shape[1:]]} if keep_aspect else {}
+        encoded_indices = sorted(entries)
         bad.sort(key=lambda sample: sample.index)
         rows = [rows_part for index in encoded_indices for rows_part in parts[index]]
-        yield EncodedShard(rows, [{**notes[index], **grids[index]} for index in encoded_indices], bad)
+        yield EncodedShard(rows, [{**entries[index], **grids[index]} for index in encoded_indices], bad)
 
 
 def _encode_pieces(
-    pieces: Iterable[tuple[int, Tensor | Note | Exception]],
+    pieces: Iterable[tuple[int, Tensor | IndexEntry | Exception]],
     describe: Describe,
     open_stream: Callable[[], Callable[[Tensor], Tensor]],
-    notes: dict[int, Note],
+    entries: dict[int, IndexEntry],
     bad: list[BadSample],
 ) -> Iterator[tuple[int, Tensor]]:
-    """The codes of each piece, with the index of its video. Adds the note of each video to `notes`, by index, and the
-    videos that cannot be read to `bad`."""
+    """The codes of each piece, with the index of its video. Adds the entry of each video to `entries`, by index, and
+    the videos that cannot be read to `bad`."""
     encoders = defaultdict[int, Any](open_stream)
     for index, piece in pieces:
         if isinstance(piece, Tensor):
@@ -160,11 +163,11 @@ def _encode_pieces(
         if isinstance(piece, Exception):
             bad.append(BadSample(index, describe(index), reason_of(piece)))
         else:
-            notes[index] = piece
+            entries[index] = piece
 
 
-def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
-    """All frames of a video, in order, a few at a time (3, f, h, w), then the repeated ones, then its note."""
+def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | IndexEntry]:
+    """All frames of a video, in order, a few at a time (3, f, h, w), then the repeated ones, then its index entry."""
     frames, count = frames_of(index), 0
     while chunk := list(itertools.islice(frames, PIECE_FRAMES)):
         yield torch.stack([frame for frame, _ in chunk], dim=1)
@@ -179,8 +182,8 @@ def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterat
 
 
 def _round_robin(
-    start: Callable[[int], Iterator[Tensor | Note]], indices: Iterable[int], num_threads: int
-) -> Iterator[tuple[int, Tensor | Note | Exception]]:
+    start: Callable[[int], Iterator[Tensor | IndexEntry]], indices: Iterable[int], num_threads: int
+) -> Iterator[tuple[int, Tensor | IndexEntry | Exception]]:
     """The items of several videos in round-robin order; an error of a video is yielded and ends the video."""
     pending = ((index, start(index)) for index in indices)
     with ThreadPoolExecutor(num_threads) as pool:

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from tandem.data.decoding.texts import read_sentence, sentence
 from tandem.data.fields import Field, ImageField, SampleDataset
-from tandem.data.sets import has, open_records
+from tandem.data.sets import has_content, open_records
 from tandem.data.sources.record import FieldSpec, FileRef, Record
 from tandem.data.sources.rows import Rows
 
 from .codes import StoredCodes
-from .shards import Array, ShardWriter, explained, read_columns
+from .shards import Array, ShardWriter, explain_errors, read_columns
 
 if TYPE_CHECKING:
     from tandem.training.noise import Noise
@@ -60,12 +60,12 @@ class LabelField(Field):
     name_of: Callable[[int], str]
     is_needed: bool = True
 
-    wanted: ClassVar[FieldSpec] = FieldSpec("class", "class", (".cls",), ("cls", "label"), as_cells=True)
+    spec: ClassVar[FieldSpec] = FieldSpec("class", "class", (".cls",), ("cls", "label"), as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         if not self.is_said:
             return {"label": self.numbers.get(_first_folder(self.name_of(index)), len(self.numbers))}
-        cls = record.get(self.wanted.name)
+        cls = record.get(self.spec.name)
         text = read_sentence(cls) if isinstance(cls, FileRef) else sentence(str(next(iter((cls or {}).values()), "")))
         number = self.numbers.get(text, text)
         if not _CLASS.fullmatch(str(number)):
@@ -86,8 +86,8 @@ def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Sampl
     tars, are numbered in sorted order, as by torchvision's ImageFolder. See `open_records` for `spec` and what is
     raised, and `ImageField` for the arguments."""
     image, names = ImageField(**options), list[str]()
-    source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
-    is_stated = has(source, LabelField.wanted.name)
+    source = open_records(spec, [image.spec, LabelField.spec], "shapes", image.seed)
+    is_stated = has_content(source, LabelField.spec.name)
     if is_stated:
         names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
     else:
@@ -116,7 +116,7 @@ class LatentWriter(ShardWriter):
         super().__init__(*arguments, npy=npy)
         self._noise = noise
 
-    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+    def columns(self, rows: Tensor, entries: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
         settings, (latents, deviation) = self.output.settings, rows.chunk(2, dim=2)
         if settings["latent"] == "sample":
             noise = [self._noise.normal(view, items, latents.shape[2:]) for view in range(latents.shape[1])]
@@ -127,7 +127,7 @@ class LatentWriter(ShardWriter):
         latents = latents.to(getattr(torch, settings["dtype"]))
         if not latents.isfinite().all():
             raise ValueError(f"latents are not finite in {settings['dtype']}: give --latent_dtype bf16 or fp32")
-        labels = torch.tensor([note["label"] for note in notes], dtype=torch.int64)
+        labels = torch.tensor([entry["label"] for entry in entries], dtype=torch.int64)
         return {**dict(zip((LATENTS, FLIPPED), latents.unbind(1), strict=False)), LABELS: labels}
 
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
@@ -145,7 +145,7 @@ class StoredLatents(StoredCodes):
 
     def rows(self, shard: int) -> Tensor:
         """The decoder's input, fp32 (n, d, h, w): the latents, or the means of moments, unscaled."""
-        with explained(self.folder / self.index["shards"][shard]["file"]):
+        with explain_errors(self.folder / self.index["shards"][shard]["file"]):
             scale, shift = _read_scale(self.index)
             return self._read_latents(shard) / scale + shift
 
@@ -154,7 +154,7 @@ class StoredLatents(StoredCodes):
         squares, the minimum and the maximum."""
         statistics: dict[int, list[list[float]]] = {}
         for shard in shards:
-            with explained(self.folder / self.index["shards"][shard]["file"]):
+            with explain_errors(self.folder / self.index["shards"][shard]["file"]):
                 numbers = self._read_latents(shard).double().transpose(0, 1).flatten(1)
             statistics[shard] = [
                 [len(row), *map(float, (row.sum(), row.square().sum(), row.min(), row.max()))]

@@ -46,12 +46,12 @@ class EncodedShard(NamedTuple):
 
     Args:
         parts: Arrays (n, ...), together the rows of the items that could be read, in order.
-        notes: The index entries of each item that could be read, with COUNT and GRID, see `row_count`.
+        entries: The index entries of each item that could be read, with COUNT and GRID, see `row_count`.
         bad: The items that could not be read.
     """
 
     parts: Sequence[Any]
-    notes: list[dict[str, Any]]
+    entries: list[dict[str, Any]]
     bad: list[BadSample]
 
 
@@ -119,7 +119,7 @@ class ShardWriter:
                 self._write_index(counted)
         return sum(len(self._items[k]) for k in missing), log.count, seconds
 
-    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+    def columns(self, rows: Tensor, entries: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
         """The tensors of a file, each (n, ...), by name, of the rows of the items with these numbers."""
         return {self._name: rows}
 
@@ -132,14 +132,14 @@ class ShardWriter:
 
     def _write(self, shard: int, encoded: EncodedShard) -> None:
         rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
-        notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
-        assert (len(notes) + len(bad), _count_rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
-        columns = self.columns(rows, notes, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
+        entries, bad = encoded.entries, [[sample.index, sample.reason] for sample in encoded.bad]
+        assert (len(entries) + len(bad), _count_rows(entries)) == (len(self._items[shard]), len(rows)), (shard, encoded)
+        columns = self.columns(rows, entries, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
         for name, array in self.arrays(shard, columns) if self._with_npy else ():
             content = io.BytesIO()  # before the shard, whose existence means that all is complete
             np.save(content, array, allow_pickle=False)
             self.output.write(name, content.getvalue())
-        self.output.write(self._file(shard), shard_bytes(columns, notes=notes, bad=bad))
+        self.output.write(self._file(shard), shard_bytes(columns, notes=entries, bad=bad))
 
     def _read_metadata(self, shard: int) -> Any:
         with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
@@ -163,13 +163,13 @@ class ShardWriter:
         shards, bad = [], []
         for shard, items in enumerate(self._items):
             metadata, row = self._read_metadata(shard), 0
-            reasons, notes = dict(metadata["bad"]), iter(metadata["notes"])
+            reasons, entries = dict(metadata["bad"]), iter(metadata["notes"])
             for index in items:
                 path = self._names[index]
                 if index in reasons:
                     bad.append({"path": path, "reason": reasons[index]})
                 else:
-                    lines.append({"path": path, "shard": shard, "row": row, **next(notes)})
+                    lines.append({"path": path, "shard": shard, "row": row, **next(entries)})
                     row += row_count(lines[-1])
             shards.append({"file": self._file(shard), "rows": row, "sha256": metadata["sha256"]})
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -202,7 +202,7 @@ class StoredArrays:
             elif any(self.folder.glob(f"{name}-*")):
                 reason = "the command that fills it did not finish: start it again; or another program made it"
             raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {reason}")
-        with explained(path):
+        with explain_errors(path):
             content = read_bytes(path, LONGEST_JSON_BYTES)
             self.index: Mapping[str, Any] = parse_json(content)
             self.sha256 = hashlib.sha256(content).hexdigest()
@@ -214,7 +214,7 @@ class StoredArrays:
     def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
         """The rows of a shard, checked against the index; errors of the body are explained, too."""
         entry = self.index["shards"][shard]
-        with explained(path := self.folder / entry["file"]):
+        with explain_errors(path := self.folder / entry["file"]):
             shapes = {self._name: (entry["rows"], *shape)}
             yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
 
@@ -236,7 +236,7 @@ def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
 
 def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Tensor]:
     """The tensors of a shard, of these shapes and some of these types. Raises one of many errors if it is damaged: see
-    `explained`."""
+    `explain_errors`."""
     columns = {}
     with safe_open(check_regular(path), "pt") as file:
         for name, shape in shapes.items():
@@ -263,17 +263,17 @@ def _dtype_name(column: Tensor) -> str:
     return str(column.dtype).removeprefix("torch.")
 
 
-def row_count(note: Mapping[str, Any]) -> int:
+def row_count(entry: Mapping[str, Any]) -> int:
     """The number of rows of an item, by its entry in the index."""
-    return int(note.get(COUNT, 1) * math.prod(note.get(GRID, ())))
+    return int(entry.get(COUNT, 1) * math.prod(entry.get(GRID, ())))
 
 
-def _count_rows(notes: Iterable[Mapping[str, Any]]) -> int:
-    return sum(row_count(note) for note in notes)
+def _count_rows(entries: Iterable[Mapping[str, Any]]) -> int:
+    return sum(row_count(entry) for entry in entries)
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Turn the errors of a damaged file of a store into a ValueError of one line that names `path`."""
     try:
         yield

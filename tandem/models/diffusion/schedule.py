@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.config.models.decoder import SCHEDULES
-from tandem.devices import widest
+from tandem.devices import sum_dtype
 
 
 def _linspace(start: float, end: float, timesteps: int) -> Tensor:
@@ -86,7 +86,7 @@ class Schedule:
 
     def to(self, device: torch.device | str) -> Schedule:
         """This schedule with its tables on another device, in fp32 if that has no fp64."""
-        other, dtype = copy.copy(self), widest(torch.device(device))
+        other, dtype = copy.copy(self), sum_dtype(torch.device(device))
         tables = (table.to(dtype).to(device) for table in (self.log_snr, self.alpha, self.sigma))
         other.log_snr, other.alpha, other.sigma = tables
         return other

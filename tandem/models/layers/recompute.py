@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tandem.flops import repeated
+from tandem.flops import recomputation
 
 Result = TypeVar("Result")
 
@@ -24,7 +24,7 @@ def recomputed(function: Callable[..., Result], *inputs: Any, when: bool) -> Res
         # The compiler takes no contexts, so `FlopCounter` counts the second call of compiled functions, too.
         contexts: dict[str, Any] = {}
         if not torch.compiler.is_compiling():
-            contexts["context_fn"] = lambda: (nullcontext(), repeated())
+            contexts["context_fn"] = lambda: (nullcontext(), recomputation())
         output: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
         return output
     return function(*inputs)

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tandem.devices import widest
+from tandem.devices import sum_dtype
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sum over the processes, as a new tensor."""
@@ -63,13 +63,13 @@ class GlobalMean:
                 processes (collective); if None, the mean of the local items.
         """
         if all_reduce is None:
-            return total.detach().to(widest(total.device)) / count
+            return total.detach().to(sum_dtype(total.device)) / count
         packed = self._global_sum if self._global_sum is not None else all_reduce(_pack(total, count))
         return packed[:-1] / packed[-1]
 
 
 def _pack(total: Tensor, count: int) -> Tensor:
-    return torch.cat([wide := total.detach().to(widest(total.device)), wide.new_full((1,), count)])
+    return torch.cat([wide := total.detach().to(sum_dtype(total.device)), wide.new_full((1,), count)])
 
 
 def single_process(tensor: Tensor) -> Tensor:

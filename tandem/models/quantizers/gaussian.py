@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from tandem.devices import widest
+from tandem.devices import sum_dtype
 
 from .base import Bottleneck, Quantized
 
@@ -68,7 +68,7 @@ class DiagonalGaussian(Bottleneck):
             kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
             latents = mean if noise is None else mean + (0.5 * log_variance).exp() * noise
             if self.is_learning:
-                wide = latents.detach().to(widest(latents.device))
+                wide = latents.detach().to(sum_dtype(latents.device))
                 self._sums.append(torch.stack([wide.new_full((), wide.numel()), wide.sum(), wide.square().sum()]))
             return Quantized(latents, torch.empty(0, dtype=torch.int64, device=z.device), {"kl": kl})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.devices import widest
+from tandem.devices import sum_dtype
 
 from .base import Quantizer, straight_through
 
@@ -117,7 +117,9 @@ class VectorQuantizer(Quantizer):
         indices = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
         rows = indices - self.rank * len(vectors)
         is_local = (rows >= 0) & (rows < len(vectors))
-        return torch.where(is_local[:, None], vectors[rows.clamp(0, len(vectors) - 1)].to(widest(vectors.device)), 0.0)
+        return torch.where(
+            is_local[:, None], vectors[rows.clamp(0, len(vectors) - 1)].to(sum_dtype(vectors.device)), 0.0
+        )
 
     def _accumulate_stats(self, rows: Tensor) -> None:
         self._first_vectors.append(rows)
@@ -145,7 +147,7 @@ class VectorQuantizer(Quantizer):
         vectors = self.gather(rows)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
         # Average the centres of all processes: entries must be equal even if their k-means rounded differently.
-        packed = torch.cat([centres, counts[:, None]], dim=1).to(widest(vectors.device))
+        packed = torch.cat([centres, counts[:, None]], dim=1).to(sum_dtype(vectors.device))
         packed = self.all_reduce(packed) / self.world_size
         centres, counts = packed[:, :-1].float(), packed[:, -1].float()
         is_finite = centres.isfinite().all()
@@ -215,7 +217,7 @@ def sums_by_code(vectors: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes.device)
     counts.scatter_add_(0, codes, torch.ones_like(codes))
     starts = counts.cumsum(0) - counts
-    dtype = widest(vectors.device)
+    dtype = sum_dtype(vectors.device)
     return counts.to(dtype), F.embedding_bag(order, vectors.to(dtype), starts, mode="sum")
 
 

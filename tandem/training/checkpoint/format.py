@@ -37,7 +37,7 @@ _PART_NAME = re.compile(r"\w[\w.-]*")  # a file name that cannot lead out of the
 Tree = dict[str, Any]
 
 
-def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
     """Write and sync a new `folder`: one safetensors file per part, state.json, SHA256SUMS (as `sha256sum -c` reads).
 
     Training goes on in other threads meanwhile: the library writes without holding Python's global interpreter lock
@@ -73,12 +73,12 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
     if verify:
         check_sums(folder)
     try:
-        state = read_json(inside(folder, STATE), LONGEST_STATE_BYTES)
+        state = read_json(checkpoint_file(folder, STATE), LONGEST_STATE_BYTES)
         parts: dict[str, Tree] = state["parts"]
         for name, part in parts.items():
             if not _PART_NAME.fullmatch(name) or not isinstance(part, dict):
                 raise ValueError(f"{name!r} is not the name of a part, or its value is not a mapping")
-            for path, tensor in load_file(inside(folder, f"{name}.safetensors")).items():
+            for path, tensor in load_file(checkpoint_file(folder, f"{name}.safetensors")).items():
                 *branches, leaf = path.split("/")
                 tree = part
                 for branch in branches:
@@ -86,9 +86,9 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
                 tree[leaf] = tensor
         return parts, dict(state["meta"])
     except OSError as error:
-        raise damaged(Path(error.filename or folder), error_text(error)) from None
+        raise damage_error(Path(error.filename or folder), error_text(error)) from None
     except _DAMAGES as error:
-        raise damaged(folder, f"{type(error).__name__}: {error}") from None
+        raise damage_error(folder, f"{type(error).__name__}: {error}") from None
 
 
 def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: None) -> None:
@@ -103,27 +103,27 @@ def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: 
     for name in sorted(names):
         on_progress(f"checking {name}")
         try:
-            path = inside(folder, name)
+            path = checkpoint_file(folder, name)
             checksum = _sha256(path, on_progress) if _has_full_length(path) else ""
         except (OSError, ValueError) as error:
-            raise damaged(folder / name, error_text(error)) from None
+            raise damage_error(folder / name, error_text(error)) from None
         if sums.get(name) != checksum:
-            raise damaged(folder / name, f"its content is not what was written: its checksum differs from {SUMS}")
+            raise damage_error(folder / name, f"its content is not what was written: its checksum differs from {SUMS}")
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     try:
-        lines = read_bytes(inside(folder, SUMS), _LONGEST_SUMS_BYTES).decode(errors="replace").splitlines()
+        lines = read_bytes(checkpoint_file(folder, SUMS), _LONGEST_SUMS_BYTES).decode(errors="replace").splitlines()
     except (OSError, ValueError) as error:
-        raise damaged(path, error_text(error)) from None
+        raise damage_error(path, error_text(error)) from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if bad_names := [name for name in sums if Path(name).name != name or name in ("", ".", "..")]:
-        raise damaged(path, f"{bad_names[0]!r} is no file of this folder")
+        raise damage_error(path, f"{bad_names[0]!r} is no file of this folder")
     return sums
 
 
-def inside(folder: Path, name: str) -> Path:
+def checkpoint_file(folder: Path, name: str) -> Path:
     """The path of a file of a checkpoint. Raises OSError and ValueError if it is no regular file in the folder."""
     return check_regular(check_inside(folder / name, folder))
 
@@ -153,14 +153,16 @@ def _sha256(path: Path, on_progress: Callable[[str], None] = lambda phase: None)
 
 
 @contextmanager
-def explained(folder: Path, part: str) -> Iterator[None]:
-    """Turn the errors of a part that gets a state of another form into the ValueError of `damaged`."""
+def explain_errors(folder: Path, part: str) -> Iterator[None]:
+    """Context for `load_state_dict` of a part: an error about the state's form becomes a `damage_error`."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise damaged(folder, f"its part {part} is not what was written: {type(error).__name__}: {error}") from None
+        raise damage_error(
+            folder, f"its part {part} is not what was written: {type(error).__name__}: {error}"
+        ) from None
 
 
-def damaged(path: Path, reason: str) -> ValueError:
+def damage_error(path: Path, reason: str) -> ValueError:
     """The error for a checkpoint that cannot be used, in one line."""
     return ValueError(f"cannot load the checkpoint: {path}: {' '.join(reason.split())}")

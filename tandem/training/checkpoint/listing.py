@@ -13,7 +13,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(list_checkpoints(folder)), None)
 
 
-def unseen(rank: int, folder: Path) -> str:
+def unseen_folder_message(rank: int, folder: Path) -> str:
     """The message if a process does not see the run folder of the root."""
     return (
         f"rank {rank} does not see {folder}; put --output_dir on a disk that all machines see, because every process "

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .format import Tree, damaged, read_checkpoint
+from .format import Tree, damage_error, read_checkpoint
 
 #: The name of the part.
 MODELS = "models"
@@ -85,7 +85,7 @@ def model_in(folder: Path, which: str = "best", name: str | None = None) -> tupl
         weights = kept_average(average)["weights"] if average and which != "online" else _online_weights(name, parts)
         return descriptions[name], dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(folder, f"it does not hold the model {name[:80]}: {type(error).__name__}: {error}") from None
+        raise damage_error(folder, f"it does not hold the model {name[:80]}: {type(error).__name__}: {error}") from None
 
 
 def kept_average(part: Mapping[str, Any]) -> Any:

@@ -146,7 +146,7 @@ def _split_tree(
     return values
 
 
-def pinned_by(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
+def pinned_shapes(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
     """Meta tensors like those that a snapshot copies to pinned memory. Collective."""
     shapes: dict[Key, Tensor] = {}
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from tandem.io.reading import error_text
 from tandem.io.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
 
-from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
-from .listing import latest_checkpoint, list_checkpoints, unseen
+from .format import Tree, check_sums, damage_error, explain_errors, read_checkpoint, write_checkpoint
+from .listing import latest_checkpoint, list_checkpoints, unseen_folder_message
 from .models import MODELS, models_in
-from .snapshot import Memory, Snapshot, pinned_by
+from .snapshot import Memory, Snapshot, pinned_shapes
 
 if TYPE_CHECKING:
     from tandem.distributed import Backend
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
 
-# Writes something beside a checkpoint: (step, tensors by part and name, JSON values by part).
-Beside = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
+# Writes further files of a checkpoint: (step, tensors by part and name, JSON values by part).
+WriteExtra = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
 
 
 class Stateful(Protocol):
-    """A part of a checkpoint. Both methods are called on every process, `load_state_dict` inside an agreement.
+    """A part of a checkpoint. Both methods are called on every process, `load_state_dict` inside `raise_on_all_ranks`.
 
     A part may also have `live_state()`, which is then called instead of `state_dict()`. It need not copy: its tensors
     may be those that the next update changes, and functions in their places may fetch tensors one by one.
@@ -48,7 +48,7 @@ class Checkpoints:
         folder: Holds the checkpoints; the first save creates it, in a folder that exists.
         keep: Number of newest checkpoints that are not deleted, at least 1.
         processes: The processes of the run; all of them call `save` and `wait`.
-        synced_first: A file whose content must reach the disk before a checkpoint does; it need not exist.
+        sync_first: A file whose content must reach the disk before a checkpoint does; it need not exist.
         check: Raises OSError if nothing may be written to `folder` now.
     """
 
@@ -58,22 +58,22 @@ class Checkpoints:
         keep: int,
         processes: Backend,
         *,
-        synced_first: Path | None = None,
+        sync_first: Path | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         assert keep >= 1, keep
         self.folder = folder
         #: Why the newest checkpoint is not on the disk, in one line; None if it is. Set on the root alone.
         self.failure: str | None = None
-        #: What could not be deleted, in one line each, until `news` yields it. Set on the root alone.
-        self.left: list[str] = []
+        #: What could not be deleted, in one line each, until `messages` yields it. Set on the root alone.
+        self.undeleted: list[str] = []
         #: Step of the last call of `save`.
         self.requested_step: int | None = None
         #: Seconds of the longest write so far, from the copy to the rename.
         self.longest_seconds = 0.0
-        self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
-        self._has_reported_failure = False  # whether `news` has reported that saves fail
-        self._reported_names: set[str] = set()  # names that were in `left` before
+        self._keep, self._processes, self._sync_first, self._check = keep, processes, sync_first, check
+        self._has_reported_failure = False  # whether `messages` has reported that saves fail
+        self._reported_names: set[str] = set()  # names that were in `undeleted` before
         self._protected_names: set[str] = set()  # names of checkpoints that no save tries to delete again
         self._memory = Memory()
         self._snapshot: Snapshot | None = None
@@ -86,12 +86,14 @@ class Checkpoints:
         Raises:
             UserMistake: one line, if the root's machine has too little memory.
         """
-        tensors = pinned_by(parts)
+        tensors = pinned_shapes(parts)
         with self._processes.raise_on_all_ranks():
             if self._processes.is_root:
                 self._memory.pin(tensors)
 
-    def save(self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any], beside: Beside | None = None) -> None:
+    def save(
+        self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any], write_extra: WriteExtra | None = None
+    ) -> None:
         """Start to write a checkpoint of this step, unless it exists already; then delete the oldest. Collective.
 
         Waits for the previous write, but not for this one: if this one fails, `failure` says so later, and the older
@@ -100,8 +102,8 @@ class Checkpoints:
         Args:
             parts: Nested dicts of tensors, JSON values, and functions that return a tensor. Only the root's values are
                 written, but every process calls the functions, because they are collective.
-            beside: Called on the root with the copy of the parts, by the thread that writes, before the checkpoint is
-                there. If it fails, the checkpoint does too.
+            write_extra: Called on the root with the copy of the parts, by the thread that writes, before the checkpoint
+                is there. If it fails, the checkpoint does too.
         """
         self.join()
         self.requested_step = step
@@ -112,7 +114,7 @@ class Checkpoints:
         self._snapshot, self.failure = snapshot, None
         state = {"step": step, "meta": json.loads(json.dumps(meta)), "parts": snapshot.values}
         # Not a daemon thread: the interpreter then waits for the write, however the main thread ends.
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state, beside), name=WRITER)
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state, write_extra), name=WRITER)
         self._thread.start()
         self._processes.before_update(self._wait_for_copy)
 
@@ -121,17 +123,17 @@ class Checkpoints:
         self.join()
         self._processes.barrier()
 
-    def why_not_saved(self) -> str | None:
+    def save_failure(self) -> str | None:
         """`failure` on every process, when the last save has ended. Collective."""
         self.wait()
         failure: str | None = self._processes.broadcast_object(self.failure)
         return failure
 
-    def news(self, *, at_end: bool = False) -> Iterator[str]:
-        """Lines for the user, on the root: that saves fail (once until one succeeds; at the end the caller says it),
-        that they succeed again, and what could not be deleted."""
-        while self.left:
-            yield f"{self.left.pop(0)}; it stays"
+    def messages(self, *, at_end: bool = False) -> Iterator[str]:
+        """Lines for the user, on the root: that saves fail (once until one succeeds; not `at_end`, when the caller
+        prints it), that they succeed again, and what could not be deleted."""
+        while self.undeleted:
+            yield f"{self.undeleted.pop(0)}; it stays"
         newest = None if self.requested_step is None else self._step_path(self.requested_step)
         if self.failure and not self._has_reported_failure and not at_end:
             self._has_reported_failure = True
@@ -159,7 +161,7 @@ class Checkpoints:
         processes, newest = self._processes, None
         with processes.raise_on_all_ranks():
             if processes.is_root:
-                newest = self.newest_good(say)
+                newest = self.newest_valid(say)
                 if newest is None and folder.finished_step is not None:
                     raise ValueError(
                         f"{folder.path} holds a model of update {folder.finished_step} and no checkpoint; "
@@ -171,8 +173,8 @@ class Checkpoints:
         with processes.raise_on_all_ranks():
             if blind_ranks:
                 if latest:
-                    raise ValueError(f"cannot resume: {unseen(blind_ranks[0], folder.path)}")
-                say(unseen(blind_ranks[0], folder.path))
+                    raise ValueError(f"cannot resume: {unseen_folder_message(blind_ranks[0], folder.path)}")
+                say(unseen_folder_message(blind_ranks[0], folder.path))
             if latest:
                 return Path(latest), *self.load(Path(latest), expected)
         return None, {}, {}
@@ -184,11 +186,11 @@ class Checkpoints:
             ValueError: one line, if a state is not what its part wrote; on all processes.
         """
         for name, state in states.items():
-            # One agreement for each part: a part that has collectives calls them first.
-            with self._processes.raise_on_all_ranks(), explained(path, name):
+            # A context for each part: `load_state_dict` calls its collectives before it can fail.
+            with self._processes.raise_on_all_ranks(), explain_errors(path, name):
                 parts[name].load_state_dict(state)
 
-    def newest_good(self, say: Callable[[str], None]) -> Path | None:
+    def newest_valid(self, say: Callable[[str], None]) -> Path | None:
         """The newest checkpoint whose files match their checksums, or None if none was ever saved. Called on the root
         only.
 
@@ -218,7 +220,7 @@ class Checkpoints:
         return None
 
     def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
-        """Parts and meta of a checkpoint that `newest_good` has checked, on the CPU. Every process may call it.
+        """Parts and meta of a checkpoint that `newest_valid` has checked, on the CPU. Every process may call it.
 
         It must hold exactly the parts named in `expected`, if any.
 
@@ -229,7 +231,7 @@ class Checkpoints:
         if MODELS in expected:
             models_in(parts, path)
         if expected and set(parts) != set(expected):
-            raise damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
+            raise damage_error(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
         return parts, meta
 
     def _step_path(self, step: int) -> Path:
@@ -253,17 +255,17 @@ class Checkpoints:
 
     # Everything below runs in the thread that writes.
 
-    def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], beside: Beside | None) -> None:
+    def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], write_extra: WriteExtra | None) -> None:
         start = time.monotonic()
         path, unfinished = self._step_path(step), None
         try:
             snapshot.finish()
             self._check()
             self._make_room()
-            if beside is not None:
-                beside(step, snapshot.tensors, snapshot.values)
+            if write_extra is not None:
+                write_extra(step, snapshot.tensors, snapshot.values)
             unfinished = free_name(self.folder / f"{_UNFINISHED}{path.name}")
-            write_folder(unfinished, snapshot.tensors, state)
+            write_checkpoint(unfinished, snapshot.tensors, state)
             self._commit(unfinished, path)
         except Exception as error:  # training goes on after any error, because the next save may succeed
             if not path.exists():  # if it exists, only steps after the rename failed: the next save repeats them
@@ -273,8 +275,8 @@ class Checkpoints:
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
 
     def _commit(self, unfinished: Path, path: Path) -> None:
-        if self._synced_first is not None and self._synced_first.exists():
-            sync(self._synced_first)
+        if self._sync_first is not None and self._sync_first.exists():
+            sync(self._sync_first)
         self._check()  # again, because writing took a while
         os.rename(unfinished, path)
         sync(self.folder)
@@ -315,7 +317,7 @@ class Checkpoints:
         """Note that something cannot be deleted, once for each name: it prevents no save."""
         if path.name not in self._reported_names:
             self._reported_names.add(path.name)
-            self.left.append(f"cannot delete {path}: {reason}")
+            self.undeleted.append(f"cannot delete {path}: {reason}")
 
 
 def _name_others(n: int) -> str:

@@ -96,7 +96,7 @@ class Metrics:
     def line(self, skipped_updates: int) -> dict[str, Any]:
         """The values recorded for the newest update, and its costs. Collective."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
-        means = self._processes.mean({**self._sums, **self._clock.waits(), "flops": self._operations.of_line()})
+        means = self._processes.mean({**self._sums, **self._clock.waits(), "flops": self._operations.mean_since_line()})
         flops = means.pop("flops") * self._processes.world_size / self._progress.batch_size
         counted = {} if math.isnan(flops) else {"gflop_per_sample": float(f"{flops / 1e9:.6g}")}
         waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}

@@ -81,8 +81,8 @@ def matrix_product(device: torch.device, precision: str) -> float:
     """Measures how many operations per second a product of two square matrices makes, with the threads of this process:
     the fastest one in a second."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    max_rate, size, until = 0.0, 256, time.monotonic() + 1.0
-    while max_rate == 0.0 or time.monotonic() < until:
+    max_rate, size, deadline = 0.0, 256, time.monotonic() + 1.0
+    while max_rate == 0.0 or time.monotonic() < deadline:
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         product = torch.empty_like(matrix)
         start = time.monotonic()
@@ -127,13 +127,13 @@ class Operations:
         self._updates[kind] += 1
         self._since_line[kind] += 1
 
-    def of(self, kind: Hashable) -> float:
+    def flops_of(self, kind: Hashable) -> float:
         """Operations of an update; NaN if that is not known."""
         return self._flops.get(kind, math.nan)
 
-    def of_line(self) -> float:
+    def mean_since_line(self) -> float:
         """Mean operations per update since the last call; NaN if an update's are not known."""
-        total = sum(self.of(kind) * updates for kind, updates in self._since_line.items())
+        total = sum(self.flops_of(kind) * updates for kind, updates in self._since_line.items())
         mean = total / self._since_line.total() if self._since_line else math.nan
         self._since_line.clear()
         return mean

@@ -1,4 +1,4 @@
-"""The clock of a run, its display, and lines about a run and its processes."""
+"""The progress of a run, its display, and lines about a run and its processes."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from tandem.config.shared import ENDLESS
 from tandem.io.installed import command_of
 from tandem.io.reading import counted, printable
-from tandem.training.run_folder.starts import place
+from tandem.training.run_folder.starts import describe_placement
 
 from .table import MetricsTable, time_left
 
@@ -33,7 +33,7 @@ def _count_steps(epochs: float, samples_per_epoch: int, batch_size: int) -> int:
     return max(1, math.ceil(round(epochs * samples_per_epoch) / batch_size))
 
 
-def length_of(
+def describe_length(
     epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int, max_minutes: float | None = None
 ) -> tuple[str, str]:
     """The flag that sets the length of a run, `--epochs` or `--max_steps`; and the number of updates with the flags
@@ -51,9 +51,9 @@ def length_of(
 
 
 class Progress:
-    """Samples seen. Step, epoch, schedules, intervals and file names derive from it. `batch_size` is samples per update
-    over all processes, `samples_per_epoch` the size of the training split, `total_steps` the updates of the run, which
-    schedules follow too."""
+    """Number of samples seen, from which step, epoch, schedules and file names derive. `batch_size` is samples per
+    update over all processes, `samples_per_epoch` the size of the training split, `total_steps` the updates of the run,
+    which schedules follow too."""
 
     def __init__(self, batch_size: int, samples_per_epoch: int, total_steps: int) -> None:
         self.batch_size = batch_size
@@ -93,18 +93,18 @@ class Progress:
         return step >= self.last_step or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock, as JSON values."""
+        """The state as JSON values."""
         state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch", "seconds")}
         if self.unfinished_line is not None:
             state["unfinished_line"] = list(self.unfinished_line.items())  # names of metrics may hold "/"
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the clock.
+        """Continue from a state.
 
         Raises:
-            ValueError: if the batch size differs, because the count of steps could not be continued, or if the size of
-                the training split differs, because the order of samples could not be continued; or if the samples seen
+            ValueError: if the batch size differs, because steps are counted in batches, or if the size of the training
+                split differs, because the order of samples depends on it; or if the samples seen
                 are no whole number of updates.
         """
         if state["batch_size"] != self.batch_size:
@@ -137,14 +137,14 @@ class ProgressDisplay:
 
     Args:
         columns: See `MetricsTable`.
-        most_left: Seconds after which the run ends in any case.
+        max_seconds_left: Seconds after which the run ends in any case.
     """
 
     def __init__(
         self, progress: Progress, is_root: bool, stream: TextIO | None = None, columns: Sequence[str] = (),
-        most_left: Callable[[], float] = lambda: math.inf,
+        max_seconds_left: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
-        self._max_seconds_left = most_left
+        self._max_seconds_left = max_seconds_left
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
         self._first_step, self._start_seconds = progress.step, time.monotonic()
         # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
@@ -185,8 +185,8 @@ class ProgressDisplay:
         return max(0.0, min(seconds, self._max_seconds_left()))
 
     def say(self, text: str, *, whole: bool = False) -> None:
-        """Print a message, which may quote a file; on a terminal in lines that end between words, unless it is to be
-        copied `whole`."""
+        """Print a message, which may quote a file; on a terminal it is wrapped between words, unless `whole`: so that
+        a command can be copied."""
         text = printable(text)
         if not (self._bar.disable or whole):
             text = textwrap.fill(
@@ -202,7 +202,7 @@ class ProgressDisplay:
                 print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         with contextlib.suppress(OSError):
             self._bar.close()
 
@@ -217,7 +217,7 @@ def duration(seconds: float) -> str:
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
-def plain(value: Any) -> Any:
+def format_setting(value: Any) -> Any:
     """A setting as people write it: 30 for the number 30.0."""
     return f"{value:g}" if isinstance(value, float) else value
 
@@ -245,7 +245,7 @@ def closing_lines(folder: Path, models: Sequence[str], picture: Path | None, use
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
     lines = []
-    writer, reader = place(before), place(now)
+    writer, reader = describe_placement(before), describe_placement(now)
     if writer != reader:
         note = "sums in another order, a difference that begins in the seventh digit and grows"
         if now.get("batch_parts") and all(before.get(key) == now[key] for key in ("batch_parts", "device")):

@@ -61,7 +61,8 @@ def bce_generator_loss(fake_logits: Tensor) -> Tensor:
 @_sum_over_heads
 def softplus_generator_loss(fake_logits: Tensor) -> Tensor:
     """mean over the images of softplus(-mean D(fake)), 0-d: -log s of an image's mean logit (`non_saturate_gen_loss` of
-    Open-MAGVIT2). Beside the hinge loss of a discriminator, an image that deceives it has a smaller gradient."""
+    Open-MAGVIT2). Unlike that of the hinge loss, its gradient shrinks where an image deceives the
+    discriminator."""
     return F.softplus(-fake_logits.float().reshape(len(fake_logits), -1).mean(1)).mean()
 
 
@@ -84,7 +85,7 @@ class LeCam(nn.Module):
 
     mean relu(D(real) - a_fake)^2 + mean relu(a_real - D(fake))^2, where a_real and a_fake are exponential moving
     averages of mean D(real) and mean D(fake), corrected for their start from 0 like Adam's moments. These averages are
-    the state, which belongs into the checkpoint. Every head has its own, and the sum over the heads is the loss.
+    the module's state. Every head has its own, and the loss is summed over the heads.
 
     The loss uses only averages of earlier updates, so that it does not depend on how a batch is split. For a head it is
     0 before the first call of `update` that holds this head.
@@ -118,8 +119,8 @@ class LeCam(nn.Module):
     @torch.no_grad()
     def update(self, real_mean: Tensor, fake_mean: Tensor, skipped: Tensor | None = None) -> None:
         """Add mean D(real) and mean D(fake) over the *global* batch, 0-d or (heads,); once per update. If a mean of a
-        head is not finite, as NaN for a head that took no part, this head's averages stay, and those of all heads if
-        the optimizer skipped the update (0-d bool). Does not wait for the device."""
+        head is not finite, such as NaN for a head that took no part, this head's averages do not change; nor do
+        those of any head if the optimizer skipped the update (0-d bool). Does not wait for the device."""
         real_mean, fake_mean = (mean.reshape(self.mass.shape) for mean in (real_mean, fake_mean))
         is_usable = real_mean.isfinite() & fake_mean.isfinite()
         if skipped is not None:
@@ -153,9 +154,9 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor
     weights; summed over the heads.
 
     R1 + R2 of Mescheder et al. 2018, "Which training methods for GANs do actually converge?", section 4.1, without
-    their factor gamma / 2. D(x) is the mean of an image's logits, so
-    that a weight means the same for few logits and for many. In fp32, as `gradient_penalty`, whose arguments these are;
-    the discriminator is called once, on the real and then the generated images.
+    their factor gamma / 2. D(x) is the mean of an image's logits, so that a weight means the
+    same for few logits and for many. In fp32, with the arguments of `gradient_penalty`. The discriminator is called
+    once, on the real images followed by the generated ones.
     """
     with torch.autocast(real.device.type, enabled=False):
         x = torch.cat([real, fake]).detach().float().requires_grad_()
@@ -184,7 +185,7 @@ def image_gradient(loss: Tensor, images: Tensor) -> Tensor:
 
 def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, cap: float = 1e4, eps: float = 1e-4) -> Tensor:
     """min(|reconstruction| / max(|adversarial|, eps), cap), 0-d and detached: the lambda of Esser et al. 2021, equation
-    7, whose denominator is |adversarial| + 1e-6 instead, and the cap of the authors' code.
+    7, but with max(|adversarial|, eps) instead of |adversarial| + 1e-6, and with the cap of the authors' code.
 
     With this weight the adversarial loss has a gradient of the same norm at the last layer as the reconstruction loss.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.devices import widest
+from tandem.devices import sum_dtype
 
 if TYPE_CHECKING:
     from tandem.distributed import Backend
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 KINDS = ("softmax", "decoupled", "sigmoid")
 
-# Stands in for `Backend` where a process computes alone: its collectives return their input.
-_ALONE: Any = SimpleNamespace(
+# In place of `Backend` where each process computes everything: the collectives return their input.
+_SINGLE_PROCESS: Any = SimpleNamespace(
     rank=0,
     world_size=1,
     gather=lambda tensor, sizes: tensor,
@@ -50,7 +50,7 @@ class ContrastiveResult(NamedTuple):
     text_variance: Tensor  # 0-d
     scale: Tensor  # (h,) as given
     bias: Tensor  # (h,) as given
-    collapsed: Tensor  # 0-d: loss of these pairs if every sound is equally near to every text
+    collapsed_loss: Tensor  # 0-d: the loss if every sound were equally near to every text
 
 
 class _Sums(NamedTuple):
@@ -61,7 +61,7 @@ class _Sums(NamedTuple):
     bias_gradient: Tensor
     audio: Tensor  # (d,) sum of the final embeddings
     text: Tensor
-    collapsed: Tensor  # of one head
+    collapsed_loss: Tensor  # of one head
 
 
 class _SigmoidTotals:
@@ -70,7 +70,7 @@ class _SigmoidTotals:
 
     def __init__(self, audio: Tensor, scale: Tensor, bias: Tensor) -> None:
         self.loss, self.n_compared, self.audio, self.scale, self.bias = (
-            torch.zeros_like(x, dtype=widest(x.device)) for x in (scale.sum(), scale.sum(), audio, scale, bias)
+            torch.zeros_like(x, dtype=sum_dtype(x.device)) for x in (scale.sum(), scale.sum(), audio, scale, bias)
         )
         self.terms = (self.loss, self.audio, self.scale, self.bias)
 
@@ -85,13 +85,15 @@ class Contrastive:
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
         mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
-        whole: Every process computes the loss of the whole batch. The result has the same bits on any number of
+        is_replicated: Every process computes the loss of the whole batch. The result has the same bits on any number of
             processes (for --batch_parts), but work and memory are not divided among them.
     """
 
-    def __init__(self, kind: str, processes: Backend, *, mask_duplicates: bool = True, whole: bool = False) -> None:
+    def __init__(
+        self, kind: str, processes: Backend, *, mask_duplicates: bool = True, is_replicated: bool = False
+    ) -> None:
         assert kind in KINDS, kind
-        self.kind, self.mask_duplicates, self.whole = kind, mask_duplicates, whole
+        self.kind, self.mask_duplicates, self.is_replicated = kind, mask_duplicates, is_replicated
         self._processes = processes
 
     def value_and_gradients(
@@ -117,10 +119,12 @@ class Contrastive:
         audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
         with torch.autocast(audio.device.type, enabled=False):
             sizes = self._gather_sizes(audio, is_even)
-            if not self.whole:
+            if not self.is_replicated:
                 return self._compute_result(self._processes, sizes, audio, text, scale, bias, caption_ids)
             pairs, captions, own_rows = _gather_pairs(self._processes, sizes, audio, text, caption_ids)
-            result = self._compute_result(_ALONE, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions)
+            result = self._compute_result(
+                _SINGLE_PROCESS, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions
+            )
             return result._replace(
                 audio_gradient=result.audio_gradient.index_select(0, own_rows),
                 text_gradient=result.text_gradient.index_select(0, own_rows),
@@ -129,7 +133,7 @@ class Contrastive:
     def metrics(self, result: ContrastiveResult) -> dict[str, Tensor]:
         """The metrics of a result by name; the bias only if the loss uses it."""
         values = {
-            "loss": result.loss, "collapsed_loss": result.collapsed, "temperature": result.scale[0],
+            "loss": result.loss, "collapsed_loss": result.collapsed_loss, "temperature": result.scale[0],
             "audio_variance": result.audio_variance, "text_variance": result.text_variance,
         }  # fmt: skip
         return {**values, "bias": result.bias[0]} if self.kind == "sigmoid" else values
@@ -151,7 +155,7 @@ class Contrastive:
         pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
         variances = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
-        values = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed * len(scale))
+        values = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed_loss * len(scale))
         return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in values))
 
     def _compute_rows(
@@ -173,7 +177,7 @@ class Contrastive:
         # With equal scores s the loss -s + log sum_j exp s is the log of the number of candidates: 6.236 for 512
         # decoupled pairs, a value at which runs get stuck.
         comparisons = (~is_excluded).sum(dim=1).clamp(min=1)
-        collapsed_loss = comparisons.to(widest(audio.device)).log().sum() / len(pairs)
+        collapsed_loss = comparisons.to(sum_dtype(audio.device)).log().sum() / len(pairs)
         totals = (audio[:, 0].sum(0), text[:, 0].sum(0), collapsed_loss)
         *sums, pair_gradient = _sum_over_processes(
             processes, loss, scale_gradient, torch.zeros_like(bias), *totals, pair_gradient
@@ -219,7 +223,7 @@ class Contrastive:
         totals.n_compared += (~is_excluded).sum()
         for total, term in zip(totals.terms, (loss.detach(), audio_gradient, *scalar_gradients), strict=True):
             total += term
-        return text_gradient.to(widest(text_gradient.device))
+        return text_gradient.to(sum_dtype(text_gradient.device))
 
     def _duplicate_mask(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Mask (rows, columns) of equal captions, each caption with itself included; without `mask_duplicates`, all are
@@ -267,6 +271,6 @@ def _gather_pairs(
 
 def _sum_over_processes(processes: Backend, *tensors: Tensor) -> list[Tensor]:
     """Each tensor summed over the processes, in fp64, in a single collective."""
-    total = processes.sum(torch.cat([tensor.detach().to(widest(tensor.device)).flatten() for tensor in tensors]))
+    total = processes.sum(torch.cat([tensor.detach().to(sum_dtype(tensor.device)).flatten() for tensor in tensors]))
     sums = total.split([tensor.numel() for tensor in tensors])
     return [flat_sum.view(tensor.shape) for flat_sum, tensor in zip(sums, tensors, strict=True)]

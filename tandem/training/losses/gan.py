@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.devices import widest
-from tandem.flops import repeated
+from tandem.devices import sum_dtype
+from tandem.flops import recomputation
 
 from .adversarial import (
     ADVERSARIAL_LOSSES,
@@ -32,9 +32,9 @@ ADAPTIVE = "adaptive"
 ZERO_CENTRED = "zero_centred"
 
 ReconstructionLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""(reconstruction, images, **given) -> a loss (0-d), and its parts for the log."""
+"""(reconstruction, images, **loss_inputs) -> a loss (0-d), and its parts for the log."""
 
-Given = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
+FurtherInputs = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
 """(micro-batch of the loader, number of the update) -> further arguments by name, one entry per image each."""
 
 
@@ -63,9 +63,9 @@ class _ImageLosses(NamedTuple):
 class GANLoss:
     """The terms of the generator's and the discriminator's losses, for any formula of them.
 
-    `recon, adversarial = judge(out)` are losses of a micro-batch (0-d). `weight` (0-d), the adversarial loss's weight
+    `recon, adversarial = gan(out)` are losses of a micro-batch (0-d). `weight` (0-d), the adversarial loss's weight
     for the whole batch, is then known. A loss may be any function of them and of the other losses in `out`:
-        `generator.backward(judge.with_graph(loss))` gives all weights its gradients as if one graph led from them to
+        `generator.backward(gan.surrogate_loss(loss))` gives all weights its gradients as if one graph led from them to
         the loss. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the
         images are reused.
 
@@ -82,28 +82,29 @@ class GANLoss:
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
         reconstruction_loss: Called once for each micro-batch.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
-        given: Further arguments of the discriminator and of the reconstruction loss.
-        drawn: Further arguments of the generator, such as noise.
+        loss_inputs: Further arguments of the discriminator and of the reconstruction loss.
+        generator_inputs: Further arguments of the generator, such as noise.
     """
 
     weight: Tensor
-    drawn: Mapping[str, Tensor]
+    generator_inputs: Mapping[str, Tensor]
     """Further arguments of the generator for the current images."""
 
     def __init__(
         self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Backend, *,
         images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
-        log: Callable[..., None], given: Given = lambda micro, step: {}, drawn: Given = lambda micro, step: {},
+        log: Callable[..., None], loss_inputs: FurtherInputs = lambda micro, step: {},
+        generator_inputs: FurtherInputs = lambda micro, step: {},
     ) -> None:  # fmt: skip
         self._args, self._generator, self._discriminator, self._processes = args, generator, discriminator, processes
         self._quantizer: Quantizer = generator.module.quantizer
-        self._images, self._reconstruction_loss, self._log, self._loss_inputs = images, reconstruction_loss, log, given
-        self._generator_inputs = drawn
+        self._images, self._reconstruction_loss, self._log = images, reconstruction_loss, log
+        self._make_loss_inputs, self._make_generator_inputs = loss_inputs, generator_inputs
         self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
         self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
 
-    def parts(self, step: int) -> tuple[bool, bool]:
-        """Whether the discriminator takes part in update number `step`, and whether with a gradient penalty."""
+    def active_terms(self, step: int) -> tuple[bool, bool]:
+        """Whether update `step` has an adversarial loss, and whether it has a gradient penalty."""
         is_active = step >= self._args.discr_start_step
         return is_active, is_active and step % self._args.apply_grad_penalty_every == 0
 
@@ -117,7 +118,7 @@ class GANLoss:
         if self._batch_losses:
             self.weight = self._gan_weight(self._batch_losses)
         for micro_batch in self._micro_batches_of(self._generator):
-            self._micro_batch, self.drawn = micro_batch, micro_batch.generator_inputs
+            self._micro_batch, self.generator_inputs = micro_batch, micro_batch.generator_inputs
             yield micro_batch.images
 
     def __call__(self, out: Any) -> tuple[Tensor, Tensor]:
@@ -132,12 +133,12 @@ class GANLoss:
             self._log(gan_weight=self.weight, gan_loss=losses.adversarial)
         self._reconstruction = out.reconstruction
         self._fakes.append(out.reconstruction.detach())
-        # A displacement of the reconstruction by 0, with respect to which `with_graph` differentiates the loss.
+        # A displacement of the reconstruction by 0, with respect to which `surrogate_loss` differentiates the loss.
         self._displacement = torch.zeros_like(self._fakes[-1]).requires_grad_()
         reconstruction_term, adversarial_term = ((self._displacement * gradient).sum() for gradient in losses.gradients)
         return losses.reconstruction + reconstruction_term, losses.adversarial + adversarial_term
 
-    def with_graph(self, loss: Tensor) -> Tensor:
+    def surrogate_loss(self, loss: Tensor) -> Tensor:
         """A loss of these images (0-d), with a graph that leads through their reconstruction."""
         (gradient,) = torch.autograd.grad(loss, self._displacement, retain_graph=True)
         surrogate = (self._reconstruction * gradient).sum()
@@ -153,7 +154,7 @@ class GANLoss:
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
         # not change the result. A head that takes no part has no mean.
         shape, device = (2, self._heads), self._processes.device
-        self._logit_means = torch.full(shape, torch.nan, dtype=widest(device), device=device)
+        self._logit_means = torch.full(shape, torch.nan, dtype=sum_dtype(device), device=device)
         micro_batches = self._micro_batches_of(self._discriminator)
         for index, ((images, inputs, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
             head_logits = heads_of(self._discriminator(torch.cat([images, fake]), **_double(inputs)))
@@ -214,7 +215,7 @@ class GANLoss:
         if self._processes.grad_accum_steps == 1:
             return []
         if self._quantizer.needs_stats:
-            with repeated():
+            with recomputation():
                 for micro_batch in self._micro_batches_of(self._generator):
                     self._generator(micro_batch.images, accumulate_stats=True)
             self._quantizer.reduce_stats()
@@ -222,7 +223,7 @@ class GANLoss:
             return []
         batch_losses = []
         for micro_batch in self._micro_batches_of(self._generator):
-            with repeated():
+            with recomputation():
                 out = self._generator(micro_batch.images, **micro_batch.generator_inputs)
             batch_losses.append(self._image_losses(out, micro_batch))
         return batch_losses
@@ -233,15 +234,15 @@ class GANLoss:
             weight = self._args.gan_weight * self._args.gan_weight_scale
             return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
         gradients = torch.stack([loss.last_layer_gradients for loss in losses if loss.last_layer_gradients is not None])
-        mean_gradients = self._processes.mean(gradients.to(widest(gradients.device)).mean(0)).float()
+        mean_gradients = self._processes.mean(gradients.to(sum_dtype(gradients.device)).mean(0)).float()
         weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._args.gan_weight_max)
         return weight * self._args.gan_weight_scale
 
     def _micro_batches_of(self, engine: Any) -> Iterator[_MicroBatch]:
         """The images and further arguments of each micro-batch."""
         for loader_batch in engine.micro_batches(self._batch):
-            generator_inputs = self._generator_inputs(loader_batch, self._step) if engine is self._generator else {}
-            yield _MicroBatch(self._images(loader_batch), self._loss_inputs(loader_batch, self._step), generator_inputs)
+            inputs = self._make_generator_inputs(loader_batch, self._step) if engine is self._generator else {}
+            yield _MicroBatch(self._images(loader_batch), self._make_loss_inputs(loader_batch, self._step), inputs)
 
 
 def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

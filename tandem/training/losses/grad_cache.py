@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tandem.flops import repeated
+from tandem.flops import recomputation
 
 from .contrastive import Contrastive, ContrastiveResult
 
@@ -21,9 +21,10 @@ class GradCache:
     """The contrastive loss of a whole batch, for an update that goes through it in micro-batches. Collective.
 
     With several micro-batches, all are first embedded without a graph, for the `result` and its gradients with respect
-    to the embeddings. Then each is embedded again: `with_graph(out, caption_ids)` is the loss with a graph, through
-    which the gradients of these rows go back when the engine's `backward` sums instead of averaging (items=1,
-    total=1). So every micro-batch is compared with all negatives, in the memory that one micro-batch needs.
+    to the embeddings. Then each is embedded again: `surrogate_loss(out, caption_ids)` has the value of the loss
+    and a graph whose gradients are those of the cached embeddings, when the engine's `backward` sums instead of
+    averaging (items=1, total=1). So every micro-batch is compared with all negatives, in the memory that one
+    micro-batch needs.
 
     Args:
         engine: Engine of a model that returns ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
@@ -42,28 +43,30 @@ class GradCache:
     ) -> None:
         self._contrastive, self._is_root, self._rows = contrastive, processes.is_root, 0
         self._result: ContrastiveResult | None = None
-        # A single micro-batch needs no first pass. With `whole` the first pass is made nevertheless: runs with another
-        # number of processes make it, and PyTorch may choose another kernel without a graph, which would change bits.
-        if processes.grad_accum_steps > 1 or contrastive.whole:
-            with torch.no_grad(), repeated():
+        # A single micro-batch needs no first pass. With `is_replicated` the first pass is made nevertheless: runs with
+        # another number of processes make it, and PyTorch may choose another kernel without a graph, which would change
+        # bits.
+        if processes.grad_accum_steps > 1 or contrastive.is_replicated:
+            with torch.no_grad(), recomputation():
                 outputs = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
             self._result = self._compare([out for out, _ in outputs], [captions for _, captions in outputs])
 
     @property
     def result(self) -> ContrastiveResult:
-        """The loss of the batch and its gradients, known once the first micro-batch has been carried."""
+        """The loss of the batch and its gradients, known from the first call of `surrogate_loss` on."""
         assert self._result is not None
         return self._result
 
-    def with_graph(self, out: Any, caption_ids: Tensor) -> Tensor:
+    def surrogate_loss(self, out: Any, caption_ids: Tensor) -> Tensor:
         """The next micro-batch's embeddings -> the loss of the batch, 0-d, with its gradients with respect to these
-        rows. Those of temperature and bias are totals over the batch: only the root's first micro-batch adds them."""
+        rows. Gradients of temperature and bias are totals over the batch: only the root's first micro-batch has
+        them."""
         if self._result is None:
             self._result = self._compare([out], [caption_ids])
         result, rows = self._result, slice(self._rows, self._rows + len(out.audio))
         is_first = self._is_root and self._rows == 0
         self._rows = rows.stop
-        factor = 1.0 if is_first else 0.0  # a factor of 0, so that all processes use the same parameters
+        factor = 1.0 if is_first else 0.0  # a factor of 0, because all processes must use the same parameters
         surrogate = (
             (out.audio * result.audio_gradient[rows]).sum()
             + (out.text * result.text_gradient[rows]).sum()
@@ -75,7 +78,7 @@ class GradCache:
     def _compare(self, outs: Sequence[Any], captions: list[Tensor]) -> ContrastiveResult:
         """The loss of the outputs of all micro-batches, and its gradients with respect to their embeddings."""
         audio, text = torch.cat([out.audio for out in outs]), torch.cat([out.text for out in outs])
-        # Every process holds its equal part of a batch of training.
+        # A training batch is split evenly over the processes.
         return self._contrastive.value_and_gradients(
             audio, text, outs[0].scale, outs[0].bias, torch.cat(captions), is_even=True
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .videos import VideoQuality
 
 
-def evaluated(
+def evaluate_autoencoder(
     model: Any, samples: Iterable[Tensor], pixel_loss: Callable[[Tensor, Tensor], Tensor],
     quality: ReconstructionQuality | VideoQuality, all_reduce: AllReduce,
 ) -> dict[str, float | Image.Image]:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which metrics are better if high or low, for best values on cards and pages, and which are costs, by their names."""
+"""Whether a metric is better high or low, and whether it is a cost, by its name: for model cards and reports."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LOWER_IS_BETTER = re.compile(r"(\w+_)?(loss|error|nll|m[as]e|lpips|l1|l2)|r?fid
 _NEITHER = re.compile(r"(discr|gan|lecam)_loss")
 
 
-def better(metric: str) -> str:
-    """ "low" or "high", whichever end of a metric is better; empty if neither is."""
+def better_direction(metric: str) -> str:
+    """ "high" or "low"; empty if neither is better."""
     name = metric.split("/")[-1].lower()
     if _NEITHER.fullmatch(name):
         return ""

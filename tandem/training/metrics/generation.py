@@ -34,7 +34,7 @@ def no_gather(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def left_out(networks: Mapping[str, object | None]) -> str | None:
+def missing_metrics_text(networks: Mapping[str, object | None]) -> str | None:
     """One line that names the measures without a network; None if all have theirs.
 
     Args:

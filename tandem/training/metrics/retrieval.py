@@ -192,8 +192,8 @@ def _sort_pairs(queries: Tensor, candidates: Tensor) -> Pairs:
 def _rank_all(
     queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Backend, on_progress: Callable[[], None]
 ) -> Tensor:
-    """`_rank_candidates` of all queries (q, 3), on the CPU. Each process computes a part; it calls `mark` before each
-    chunk, to show that it is alive. Collective."""
+    """`_rank_candidates` of all queries (q, 3), on the CPU. Each process computes a part; it calls `on_progress` before
+    each chunk, to show that it is alive. Collective."""
     rank, world_size = processes.rank, processes.world_size
     start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
     chunk = max(1, _SCORES_AT_A_TIME // len(candidates))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.fields import identity
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
 from tandem.io.writing import hold, move_aside, other_holder, write_atomically
-from tandem.training.checkpoint.listing import latest_checkpoint, unseen
+from tandem.training.checkpoint.listing import latest_checkpoint, unseen_folder_message
 
 from .starts import add_start, script_of, starts
 
@@ -219,7 +219,7 @@ def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[
     resumed: dict[str, Any] | None = processes.broadcast_object(config)
     with processes.raise_on_all_ranks():
         if resumed is not None and not os.path.exists(folder / "config.yaml"):
-            raise ValueError(f"cannot resume: {unseen(processes.rank, folder)}")
+            raise ValueError(f"cannot resume: {unseen_folder_message(processes.rank, folder)}")
     return resumed
 
 

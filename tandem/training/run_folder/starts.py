@@ -69,7 +69,7 @@ def script_of(output_dir: str | Path) -> str | None:
     return name if isinstance(name, str) and re.fullmatch(r"train_\w+\.py", name) else None
 
 
-def place(start: Mapping[str, Any]) -> str:
+def describe_placement(start: Mapping[str, Any]) -> str:
     """Backend, processes and device of a start, such as "ddp on 2 x cpu" or "one process on cpu"; empty if unknown."""
     if not start.get("backend"):
         return ""

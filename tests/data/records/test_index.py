@@ -59,8 +59,8 @@ def content(found: Index) -> tuple[list[str], list[int]]:
     rows = found.strings("rows")
     squares = found.numbers("squares", len(rows))
     assert [rows[i] for i in range(len(rows))] == [*rows]
-    assert [squares[i] for i in range(len(rows))] == squares.whole().tolist()
-    return [*rows], squares.whole().tolist()
+    assert [squares[i] for i in range(len(rows))] == squares.to_numpy().tolist()
+    return [*rows], squares.to_numpy().tolist()
 
 
 def in_files(path: Path) -> list[Path]:
@@ -134,7 +134,7 @@ def test_a_damaged_index_is_made_again_or_is_an_error_where_it_is_read(file):
     path.write_bytes(whole)
     found = again(file)
     os.truncate(path, len(head) + 100)
-    for read in (lambda: found.strings("rows")[300], lambda: found.numbers("squares", len(ROWS)).whole()):
+    for read in (lambda: found.strings("rows")[300], lambda: found.numbers("squares", len(ROWS)).to_numpy()):
         assert f"{str(path)!r} was damaged or replaced: delete it" in one_line(read)
     for name, n in (("none", len(ROWS)), ("rows", len(ROWS)), ("squares", 3)):
         assert "was damaged" in one_line(found.numbers, name, n)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.data.bad_samples import UserCodeError
-from tandem.data.sources.own import OwnData, OwnSource
+from tandem.data.sources.own import DatasetSpec, UserDatasetSource
 from tests.data.helpers import one_line
 from tests.data.sources import IMAGES, training
 from tests.processes import on_processes
@@ -68,8 +68,8 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def opened(spec: str, **args: Any) -> OwnSource:
-    return OwnSource(OwnData(spec, argparse.Namespace(**{"seed": 0, "n": N, **args})))
+def opened(spec: str, **args: Any) -> UserDatasetSource:
+    return UserDatasetSource(DatasetSpec(spec, argparse.Namespace(**{"seed": 0, "n": N, **args})))
 
 
 def test_the_function_gets_a_copy_of_the_arguments_and_its_items_are_records(named):
@@ -79,7 +79,7 @@ def test_the_function_gets_a_copy_of_the_arguments_and_its_items_are_records(nam
     assert source.describe(3) == f"{module}:Draws[3]" and source.name(3) == "000000003"
     assert (source.shards, source.skipped, [*source.examples("image")]) == (None, "", [*range(N)])
     args = argparse.Namespace(seed=0, n=N)
-    assert OwnSource(OwnData(f"{module}:Many.make", args)).fingerprint == source.fingerprint and args.n == N
+    assert UserDatasetSource(DatasetSpec(f"{module}:Many.make", args)).fingerprint == source.fingerprint and args.n == N
 
 
 def test_draws_differ_by_sample_and_seed_in_training_also_by_epoch_and_disturb_nobody(named):

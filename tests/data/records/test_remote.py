@@ -26,8 +26,8 @@ from PIL import Image
 from tandem.data.sampling.workers import Loader
 from tandem.data.sources import remote
 from tandem.data.sources.cache import ShardCache
-from tandem.data.sources.files import is_address, shown
-from tandem.data.sources.opening import expanded, open_source
+from tandem.data.sources.files import is_url, redact
+from tandem.data.sources.opening import expand_pattern, open_source
 from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_entry
 from tandem.io.installed import how_to_install
 from tests.data.helpers import in_processes, one_line
@@ -195,8 +195,8 @@ def test_no_message_holds_a_password_or_a_signature(server):
     server.proxy.always = 403
     for path in ("001.tar?X-Amz-Signature=hunter2", "001.tar#hunter2"):
         failure(read, f"{server.address}/{path}", offset=0)
-    assert shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
-    assert shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
+    assert redact(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
+    assert redact("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
     for address in (f"https://me:{SECRET}@host/a.tar", f"s3://key:{SECRET}@bucket/a", f"https://host/a?sig={SECRET}"):
         assert "config.yaml" in failure(opened, address, kind=ValueError)
 
@@ -212,11 +212,11 @@ def test_folders_and_patterns_are_listed_by_the_server(servers):
     at = servers["s3"].address
     tars = [f"{at}/{number:03d}.tar" for number in range(5)]
     for pattern in ("0*.tar", "{000..004}.tar", "00[0-4].tar", "0{00,01,02,03,04}.tar"):
-        assert expanded(f"{at}/{pattern}") == tars
+        assert expand_pattern(f"{at}/{pattern}") == tars
     everything = remote.listed(at)
     assert everything == remote.listed(f"{at}/") == sorted(everything)
     assert {*tars, f"{at}/a@b.png", f"{at}/table.parquet"} <= set(everything)
-    assert "no file" in one_line(expanded, f"{at}/x*.tar")
+    assert "no file" in one_line(expand_pattern, f"{at}/x*.tar")
     assert "no file" in one_line(opened, f"{at}/x")
     assert "no such file" in one_line(opened, "s3://another-bucket/x")
     assert "no such file" in one_line(opened, f"{at}/missing.tar")
@@ -226,7 +226,7 @@ def test_a_web_server_cannot_list_and_the_line_says_what_to_give(servers):
     at = servers["http"].address
     for address in (f"{at}/*.tar", f"{at}/"):
         assert "{00000..00099}.tar" in one_line(opened, address)
-    assert expanded(f"{at}/000.tar?download=true") == [f"{at}/000.tar?download=true"]
+    assert expand_pattern(f"{at}/000.tar?download=true") == [f"{at}/000.tar?download=true"]
 
 
 @pytest.mark.parametrize("address", ["nix://a/b", "file:///etc/passwd", "memory://a", "zip://a::s3://bucket/b.zip"])
@@ -303,8 +303,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 
 def test_paths_of_this_machine_are_no_addresses():
-    assert not any(map(is_address, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
-    assert all(map(is_address, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
+    assert not any(map(is_url, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
+    assert all(map(is_url, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
 
 
 def test_the_version_changes_with_the_file(server, tmp_path):

@@ -18,9 +18,9 @@ import pytest
 
 from tandem.data.sources import index
 from tandem.data.sources import table as tables
-from tandem.data.sources.files import shown
+from tandem.data.sources.files import redact
 from tandem.data.sources.manifest import ManifestSource
-from tandem.data.sources.opening import expanded
+from tandem.data.sources.opening import expand_pattern
 from tandem.data.sources.record import FieldSpec, Files
 from tandem.data.sources.rows import parts_of
 from tandem.data.sources.table import TableSource, saved_files, tables_below
@@ -434,8 +434,8 @@ def test_secrets_are_in_no_name(tmp_path):
 def test_an_address_with_a_password_is_refused_and_shown_without_it():
     slash = "https://me:pa/hunter2@host/c.tar"
     for spec in (slash, "http://host/e_{0..1}.npy?token=hunter2"):
-        assert "hunter2" not in (said := one_line(expanded, spec)) and "came with a password" in said
-    assert shown(slash) == "https://host/c.tar" and shown("https://host:80/a@b.tar") == "https://host:80/a@b.tar"
+        assert "hunter2" not in (said := one_line(expand_pattern, spec)) and "came with a password" in said
+    assert redact(slash) == "https://host/c.tar" and redact("https://host:80/a@b.tar") == "https://host:80/a@b.tar"
 
 
 def test_a_cell_of_a_csv_may_be_a_long_list(tmp_path):

@@ -32,7 +32,7 @@ WANTED = (IMAGE, TEXTS, EMBEDDING)
 
 @pytest.fixture(autouse=True)
 def keeps_short_lists(monkeypatch) -> None:
-    monkeypatch.setattr(tars, "_FEWEST", 1)
+    monkeypatch.setattr(tars, "_MIN_CACHED_SAMPLES", 1)
 
 
 def files(number: int) -> dict[str, bytes]:

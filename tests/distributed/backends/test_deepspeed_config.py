@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from tandem.distributed import UserMistake
-from tandem.distributed.backends.deepspeed.config import check_for_parts, merge, one_line_refusals, read_config, resolve
+from tandem.distributed.backends.deepspeed.config import (
+    check_batch_parts,
+    merge_config,
+    one_line_refusals,
+    read_config,
+    resolve,
+)
 from tandem.distributed.base import Options
 from tandem.distributed.batch import BatchPlan
 from tests.data.helpers import one_line
@@ -29,7 +35,7 @@ def merged() -> Callable[..., argparse.Namespace]:
 
     def merge_into(config: Json, **said: Any) -> argparse.Namespace:
         args = parsed("--deepspeed_config", "ds.json", **said, explicit=frozenset(said))
-        merge(args, config, world_size=2)
+        merge_config(args, config, world_size=2)
         return args
 
     return merge_into
@@ -332,9 +338,9 @@ def test_batch_parts_excludes_what_computes_differently_from_other_backends_and_
     config: Json, precision: str, named: str | None
 ) -> None:
     if named:
-        assert named in one_line(check_for_parts, config, precision, "ds.json", kind=UserMistake)
+        assert named in one_line(check_batch_parts, config, precision, "ds.json", kind=UserMistake)
     else:
-        check_for_parts(config, precision, "ds.json")
+        check_batch_parts(config, precision, "ds.json")
 
 
 def test_what_deepspeed_refuses_in_a_json_is_one_line_and_without_one_an_error_of_ours() -> None:

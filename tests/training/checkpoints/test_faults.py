@@ -20,7 +20,7 @@ def parts(value: float) -> dict:
 
 def value_of(checkpoints: Checkpoints) -> float:
     """The value in the newest good checkpoint, all of whose parts belong together."""
-    found = checkpoints.newest_good(lambda line: pytest.fail(line))
+    found = checkpoints.newest_valid(lambda line: pytest.fail(line))
     assert found is not None
     loaded, meta = checkpoints.load(found, expected=["model", "ema"])
     values = {meta["value"], loaded["model"]["count"], *loaded["model"]["weight"].tolist(),

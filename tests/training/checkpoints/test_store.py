@@ -126,7 +126,9 @@ def test_what_cannot_be_deleted_is_told_once_and_prevents_no_save(tmp_path, monk
                 (checkpoints.folder / ".unfinished-step_00000002").mkdir()  # of a save that was killed
                 (checkpoints.folder / ".unfinished-step_00000002" / held).touch()
                 busy(monkeypatch, held)
-        told = [line.split(": ")[0].removeprefix(f"cannot delete {checkpoints.folder}/") for line in checkpoints.left]
+        told = [
+            line.split(": ")[0].removeprefix(f"cannot delete {checkpoints.folder}/") for line in checkpoints.undeleted
+        ]
         assert sorted(told) == [".unfinished-step_00000002", ".unwanted-step_00000001"]
         newest = [f"step_{step - 1:08d}", f"step_{step:08d}"]
         assert sorted(path.name for path in checkpoints.folder.iterdir()) == sorted([*told, "latest", *newest])
@@ -149,7 +151,7 @@ def test_a_checkpoint_that_is_protected_keeps_its_name_and_its_files(checkpoints
     monkeypatch.setattr(os, call, protected)
     for step in (2, 3, 4, 5):
         save(checkpoints, step, {"model": parts()}, {})
-    assert checkpoints.failure is None and len(checkpoints.left) == (3 if call == "unlink" else 1)
+    assert checkpoints.failure is None and len(checkpoints.undeleted) == (3 if call == "unlink" else 1)
     check_sums(checkpoints.folder / "step_00000001")
 
 
@@ -190,13 +192,13 @@ def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_is_used(
     text = str(error.value)
     assert "\n" not in text and str(checkpoints.latest()) in text and name in text
     said: list[str] = []
-    found = checkpoints.newest_good(said.append)
+    found = checkpoints.newest_valid(said.append)
     assert found is not None and found.name == "step_00000001"
     assert_same(checkpoints.load(found)[0], parts(1.0))
     assert len(said) == 1 and name in said[0] and "going on from the one before" in said[0]
     assert (checkpoints.folder / "damaged-step_00000002").is_dir()
     save(checkpoints, 2, parts(3.0), {"step": 2})  # the same step again
-    assert_same(checkpoints.load(checkpoints.newest_good(said.append))[0], parts(3.0))
+    assert_same(checkpoints.load(checkpoints.newest_valid(said.append))[0], parts(3.0))
 
 
 def test_where_all_are_damaged_nothing_starts_afresh_and_nothing_is_renamed(checkpoints):
@@ -204,7 +206,7 @@ def test_where_all_are_damaged_nothing_starts_afresh_and_nothing_is_renamed(chec
         save(checkpoints, step, parts(), {})
         damage(checkpoints.latest() / "state.json", "flip")
     with pytest.raises(ValueError, match=r"step_00000002.*so is the one before it") as error:
-        checkpoints.newest_good(print)
+        checkpoints.newest_valid(print)
     assert "\n" not in str(error.value) and len(list(checkpoints.folder.glob("step_*"))) == 2
 
 
@@ -217,7 +219,7 @@ def test_where_all_checkpoints_are_gone_nothing_starts_afresh(checkpoints, remai
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert [path.name for path in checkpoints.folder.iterdir()] == [remaining]
     with pytest.raises(ValueError, match="held checkpoints that are gone; restore one, or start over with --fresh"):
-        checkpoints.newest_good(print)
+        checkpoints.newest_valid(print)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b", None])
@@ -260,7 +262,7 @@ def test_a_file_that_is_a_device_or_elsewhere_is_refused_at_once(checkpoints, na
             with pytest.raises(ValueError, match=rf"{name} is (not a regular file|a link that leaves the folder)"):
                 read_checkpoint(checkpoints.latest(), verify=verify)
     with pytest.raises(ValueError, match="there is no other one"):
-        checkpoints.newest_good(print)
+        checkpoints.newest_valid(print)
 
 
 def test_a_part_of_terabytes_is_refused_without_being_read_to_its_end(checkpoints):
@@ -288,7 +290,7 @@ def test_a_checkpoint_that_is_a_link_is_not_followed_and_said(checkpoints, tmp_p
     (checkpoints.folder / "step_00000001").symlink_to(tmp_path / "elsewhere")
     assert checkpoints.latest() is None
     with pytest.raises(ValueError, match=r"step_00000001 is a link; put the checkpoint itself there"):
-        checkpoints.newest_good(print)
+        checkpoints.newest_valid(print)
 
 
 def test_names_with_other_digits_are_no_checkpoints_and_leftovers_that_are_links_are_removed_themselves(
@@ -301,7 +303,7 @@ def test_names_with_other_digits_are_no_checkpoints_and_leftovers_that_are_links
     (checkpoints.folder / ".unfinished-x").symlink_to(tmp_path / "precious")
     (checkpoints.folder / ".unwanted-y").touch()
     said: list[str] = []
-    assert checkpoints.newest_good(said.append).name == "step_00000001" and not said
+    assert checkpoints.newest_valid(said.append).name == "step_00000001" and not said
     save(checkpoints, 2, parts(), {})
     assert checkpoints.failure is None and checkpoints.latest().name == "step_00000002"
     assert (tmp_path / "precious" / "file").exists() and not list(checkpoints.folder.glob(".*"))

@@ -99,7 +99,7 @@ def test_value_and_gradients_of_ragged_parts_are_those_of_the_formula(
 ) -> None:
     """Masks have the size of the global batch: with a local one (musiclm-pytorch) the wrong pairs are left out."""
     inputs = make()
-    results = shared(kind, inputs, sizes, mask_duplicates=mask, whole=whole)
+    results = shared(kind, inputs, sizes, mask_duplicates=mask, is_replicated=whole)
     assert [len(result.audio_gradient) for result in results] == sizes
     assert_equal(joined(results), expected(kind, inputs, mask))
     assert abs(float(results[0].loss - by_the_formula(kind, *inputs, not mask))) > 1e-3, "what is masked is not nothing"
@@ -118,7 +118,7 @@ def test_the_collapsed_value_is_the_loss_of_equal_embeddings(kind: str, captions
         bias = torch.full((2,), math.log(7 / negatives) - 7.0 + off, dtype=torch.float64)
         result = shared(kind, [same, same, scales, bias, ids], [3, 0, 4])[1]
         losses.append(float(result.loss))
-    assert float(result.collapsed) == pytest.approx(losses[0], rel=1e-12)
+    assert float(result.collapsed_loss) == pytest.approx(losses[0], rel=1e-12)
     assert kind != "sigmoid" or losses[0] == min(losses)
 
 
@@ -130,7 +130,7 @@ def test_where_nothing_is_a_negative_nothing_is_learned_and_nothing_is_nan(
 ) -> None:
     inputs = make(sum(sizes))
     inputs[4] = torch.full((sum(sizes),), 5)  # all captions are the same
-    got = joined(shared(kind, inputs, sizes, whole=whole))
+    got = joined(shared(kind, inputs, sizes, is_replicated=whole))
     assert_equal(got, [torch.zeros_like(tensor) for tensor in got])
 
 
@@ -164,7 +164,7 @@ def test_low_precision_in_and_around_it_is_computed_in_fp32(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_mode_has_the_same_bits_on_any_number_of_processes(kind: str, sizes: list[int]) -> None:
     inputs = make(dtype=torch.float32)
-    one, several = (joined(shared(kind, inputs, sizes, whole=True)) for sizes in ([9], sizes))
+    one, several = (joined(shared(kind, inputs, sizes, is_replicated=True)) for sizes in ([9], sizes))
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
 
 

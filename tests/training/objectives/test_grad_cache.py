@@ -84,7 +84,7 @@ def backward(engine: Any, processes: Any, contrastive: Contrastive, batch: dict[
     """The backward passes of an update, as the script makes them."""
     cache = GradCache(engine, processes, contrastive, batch, inputs)
     for micro in engine.micro_batches(batch):
-        loss = cache.with_graph(engine(**inputs(micro)), micro["caption_ids"])
+        loss = cache.surrogate_loss(engine(**inputs(micro)), micro["caption_ids"])
         engine.backward(loss, items=1, total=1)
     return cache.result
 
@@ -104,7 +104,7 @@ def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torc
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, backend: Backend) -> None:
     model = Towers()
-    result, gradients = update(backend, model, kind, whole=whole)
+    result, gradients = update(backend, model, kind, is_replicated=whole)
     loss, wanted = in_one_graph(kind)
     torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)
     assert gradients.keys() == wanted.keys()

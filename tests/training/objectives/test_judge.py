@@ -72,7 +72,7 @@ class Game(GANLoss):
             out = self.g(images)
             recon, adversarial = self(out)
             loss = recon + self.weight * adversarial + 0.5 * sum(out.losses.values())
-            self.g.backward(self.with_graph(loss))
+            self.g.backward(self.surrogate_loss(loss))
         update = self.g.step()
         self.update_codebook(update.skipped)
         return update
@@ -213,7 +213,7 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
     start, (plain_g, plain_d) = (copy.deepcopy((generator, discriminator)) for _ in range(2))
     game = Game(
         backend, generator, discriminator, {"lecam_weight": 0.3, "penalty": penalty, "penalty_weight": 0.2},
-        given=lambda micro, step: {"frames": (micro["positions"] + step) % micro["x"].shape[2]},
+        loss_inputs=lambda micro, step: {"frames": (micro["positions"] + step) % micro["x"].shape[2]},
         reconstruction_loss=of_frames,
     )  # fmt: skip
     lecam = LeCam(0.999, heads=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.reporting.grouping import group_of, groups
-from tandem.training.metrics.directions import better as direction
+from tandem.training.metrics.directions import better_direction as direction
 
 
 @pytest.mark.parametrize(

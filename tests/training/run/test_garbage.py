@@ -29,7 +29,7 @@ def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkey
         if phase == "start":
             passes.append(step)
 
-    with garbage.collected_together() as collect:
+    with garbage.synchronized_collection() as collect:
         collect(5)
         gc.callbacks.append(watch)
         try:

@@ -45,8 +45,8 @@ def test_the_first_two_updates_of_a_kind_are_counted_and_the_later_one_holds() -
     for size in (4, 2, 8):
         with operations.update("kind"):
             product(size)
-    assert operations.of("kind") == 2 * 2**3
-    assert math.isnan(operations.of("another"))
+    assert operations.flops_of("kind") == 2 * 2**3
+    assert math.isnan(operations.flops_of("another"))
 
 
 def test_a_line_has_the_mean_of_the_updates_since_the_line_before_of_whatever_kind() -> None:
@@ -54,11 +54,11 @@ def test_a_line_has_the_mean_of_the_updates_since_the_line_before_of_whatever_ki
     for size in (2, 4, 2, 2):
         with operations.update(size):
             product(size)
-    assert operations.of_line() == (3 * 2 * 2**3 + 2 * 4**3) / 4
+    assert operations.mean_since_line() == (3 * 2 * 2**3 + 2 * 4**3) / 4
     with operations.update(4):
         product(4)
-    assert operations.of_line() == 2 * 4**3
-    assert math.isnan(operations.of_line())  # no update since
+    assert operations.mean_since_line() == 2 * 4**3
+    assert math.isnan(operations.mean_since_line())  # no update since
 
 
 def test_a_line_has_no_figure_while_one_of_its_updates_is_not_known() -> None:
@@ -66,16 +66,16 @@ def test_a_line_has_no_figure_while_one_of_its_updates_is_not_known() -> None:
     for kind in ("a", "b", "a"):
         with operations.update(kind):
             product(2)
-    assert math.isnan(operations.of_line())
+    assert math.isnan(operations.mean_since_line())
     for kind in ("a", "b"):
         with operations.update(kind):
             product(2)
-    assert operations.of_line() == 2 * 2**3
+    assert operations.mean_since_line() == 2 * 2**3
     unknown = Operations(is_compiled=True, is_unknown=True)
     for _ in range(3):
         with unknown.update("a"):
             product(2)
-    assert math.isnan(unknown.of_line())
+    assert math.isnan(unknown.mean_since_line())
 
 
 def test_a_matrix_product_is_measured() -> None:
@@ -87,8 +87,8 @@ def test_ever_new_kinds_of_updates_are_not_counted_without_end() -> None:
     for kind in range(MOST_KINDS + 3):
         with operations.update(kind):
             product(2)
-    assert operations.of(MOST_KINDS - 1) == 2 * 2**3 and math.isnan(operations.of(MOST_KINDS))
-    assert math.isnan(operations.of_line())
+    assert operations.flops_of(MOST_KINDS - 1) == 2 * 2**3 and math.isnan(operations.flops_of(MOST_KINDS))
+    assert math.isnan(operations.mean_since_line())
     with operations.update(0):
         product(2)
-    assert operations.of_line() == 2 * 2**3
+    assert operations.mean_since_line() == 2 * 2**3

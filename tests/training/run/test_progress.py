@@ -5,7 +5,7 @@ import io
 import pytest
 
 from tandem.io.writing import say
-from tandem.training.logging.progress import Progress, ProgressDisplay, changes, length_of, total_steps_from
+from tandem.training.logging.progress import Progress, ProgressDisplay, changes, describe_length, total_steps_from
 
 
 class Terminal(io.StringIO):
@@ -32,13 +32,13 @@ def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, b
      ((2, None, 100, 10, 90.0), "--epochs", "20 updates (--epochs 2; at most 90 minutes by --max_minutes)")],
 )  # fmt: skip
 def test_a_run_says_which_flag_ends_it(limits, flag, text):
-    assert length_of(*limits) == (flag, text)
+    assert describe_length(*limits) == (flag, text)
 
 
 def test_the_time_left_is_that_of_the_limit_that_comes_first():
-    def left(most_left: float) -> str:
+    def left(max_seconds_left: float) -> str:
         stream, progress = io.StringIO(), Progress(4, 16, 10**12)
-        display = ProgressDisplay(progress, True, stream, most_left=lambda: most_left)
+        display = ProgressDisplay(progress, True, stream, max_seconds_left=lambda: max_seconds_left)
         progress.advance()
         display.log({"loss": 1.0})
         return stream.getvalue().split()[-1]
@@ -58,7 +58,7 @@ def test_a_run_whose_last_update_is_made_has_no_time_left():
 
 def test_the_bar_of_a_terminal_shows_the_same_time_left():
     stream, progress = Terminal(), Progress(4, 16, 10**12)
-    display = ProgressDisplay(progress, True, stream, most_left=lambda: 90.0)
+    display = ProgressDisplay(progress, True, stream, max_seconds_left=lambda: 90.0)
     progress.advance()
     display.update()
     display.log({"loss": 1.0})
