@@ -31,7 +31,7 @@ def training_parser(script: str, text: str, config: type) -> ArgumentParser:
     parser.add_config(config)
     distributed.add_arguments(parser)
     scripts = sorted({kind.script for kind in KINDS.values()} - {script})
-    parser.scripts_with = lambda names: [script for script in scripts if parser_of(script).knows(names)]
+    parser.scripts_with = lambda names: [script for script in scripts if parser_of(script).has_flags(names)]
     return parser
 
 

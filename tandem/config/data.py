@@ -66,7 +66,7 @@ class DatasetFlags:
         """Let --dataset and the flag of the data exclude one another; the command line wins over a config file."""
         name, on_command_line = cls.data_flag, args.on_command_line
         unset = None if name in on_command_line and "dataset" not in on_command_line else parser.get_default(name)
-        parser.choose(args, dataset=None, **{name: unset})
+        parser.choose_one(args, dataset=None, **{name: unset})
         if args.shuffle == "shards" and hasattr(args, "split_by"):
             if "split_by" in args.explicit and args.split_by == "sample":
                 parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")

@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from .cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet
+from .cascades import CONDITIONED_ON_IMAGE, CONDITIONED_ON_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL_UNETS, per_unet
 from .converters import (
     FILE,
     FOLDER,
@@ -22,7 +22,7 @@ from .converters import (
 )
 from .fields import above_0, flag, when
 
-_BLURRED = (when("lowres_condition", "blur"), SEVERAL)
+_BLURRED = (when("lowres_condition", "blur"), SEVERAL_UNETS)
 
 
 @dataclass
@@ -33,11 +33,11 @@ class DecoderFlags:
         0.1,
         "share of samples trained without image embedding (guidance)",
         fraction,
-        requires=BY_IMAGE,
+        requires=CONDITIONED_ON_IMAGE,
         title="conditions",
     )
     text_cond_drop_prob: float = flag(
-        0.5, "share of samples trained without text (guidance)", fraction, requires=BY_TEXT
+        0.5, "share of samples trained without text (guidance)", fraction, requires=CONDITIONED_ON_TEXT
     )
     train_unets: list[int] | None = flag(
         None,

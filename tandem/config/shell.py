@@ -78,7 +78,7 @@ class HelpAll(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, **others)
 
     def __call__(self, parser: Any, *_: Any) -> None:
-        parser.print_help(whole=True)
+        parser.print_help(explain_all=True)
         parser.exit()
 
 

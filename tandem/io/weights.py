@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .archive import AS_STATE_DICT, IGNORED, WRAPPERS_INSIDE, check_archive, check_old_file, stand_in
+from .archive import IGNORED, STATE_DICT_ADVICE, WRAPPER_NAMES, check_archive, check_old_file, substitute_for
 from .reading import LONGEST_BEGINNING, check_regular, one_line, other_kind
 
 # Prefixes of all names by DataParallel and DDP, torch.compile, FSDP and modules of Lightning; some of them also prefix
 # inner layers.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "net.", "network.")
-_INNER_WRAPPERS = re.compile(WRAPPERS_INSIDE.pattern.decode())
+_INNER_WRAPPERS = re.compile(WRAPPER_NAMES.pattern.decode())
 
 _COPY_IT = "copy or download it again"
 # Files mistaken for weights: the first bytes, the kind, and the advice; beside those of `reading`.
@@ -65,7 +65,7 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
                 return {name: file.get_tensor(key) for key, name in pairs if names is None or name in names}
         is_archive = zipfile.is_zipfile(path)
         check_archive(path) if is_archive else check_old_file(path)
-        with torch.serialization.safe_globals([stand_in(name) for name in IGNORED]):
+        with torch.serialization.safe_globals([substitute_for(name) for name in IGNORED]):
             if path.suffix == ".safetensors":  # torch.load would go by this ending
                 with path.open("rb") as file:
                     return _strip_names(torch.load(file, map_location="cpu", weights_only=True))
@@ -118,7 +118,7 @@ def why_no_weights(path: Path) -> str:
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
         if any(member.endswith("/constants.pkl") for member in members):
-            return f"it is a program of TorchScript; {AS_STATE_DICT}"
+            return f"it is a program of TorchScript; {STATE_DICT_ADVICE}"
         if not any(member.lower().endswith("data.pkl") for member in members):
             return f"it is a zip of {len(members)} files, none of them PyTorch's; unpack it"
         return ""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
-from tandem.io.reading import DAMAGES, check_inside, one_line, read_json
+from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
 from tandem.io.weights import checked
 from tandem.io.weights_writing import on_cpu, replacing
 
@@ -28,7 +28,7 @@ from .building import build_on_meta, build_with_weights, check_arguments
 CONFIG_FILE = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, SafetensorError)
 
 # Attributes that config.json holds beside constructor arguments, for people who read it; older files lack them.
 _FACTS = ("num_codes",)
@@ -251,5 +251,5 @@ def _translate_errors(folder: Path) -> Iterator[None]:
             export = shlex.join([*command_of("convert.py"), "export", str(run_folder), "DIR", "--to", "model"])
             raise ValueError(f"{folder} holds no model before the run has ended; of its checkpoint: {export}") from None
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None

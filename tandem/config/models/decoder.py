@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
+from tandem.config.cascades import (
+    CONDITIONED_ON_IMAGE,
+    CONDITIONED_ON_TEXT,
+    ONE_EACH,
+    SAME_FOR_ALL,
+    SEVERAL_UNETS,
+    expand_per_unet,
+    per_unet,
+)
 from tandem.config.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
 from tandem.config.fields import ModelConfig, Requirement, flag, flags_of, when
 
@@ -172,7 +180,7 @@ class DecoderConfig(RecomputingConfig):
         "entries of about 1",
         non_negative_float,
         architecture=True,
-        requires=BY_IMAGE,
+        requires=CONDITIONED_ON_IMAGE,
     )
     max_text_len: int = flag(
         256,
@@ -180,7 +188,7 @@ class DecoderConfig(RecomputingConfig):
         size,
         metavar="TOKENS",
         architecture=True,
-        requires=BY_TEXT,
+        requires=CONDITIONED_ON_TEXT,
     )
     noise_schedule: list[str] = per_unet(
         ["cosine"],
@@ -208,7 +216,7 @@ class DecoderConfig(RecomputingConfig):
         "how an upsampling Unet's condition is degraded in training, so that it tolerates errors of the Unet before",
         choices=LOWRES_CONDITIONS,
         fixed_on_resume=True,
-        requires=SEVERAL,
+        requires=SEVERAL_UNETS,
     )
     lowres_noise_level: float = flag(
         0.2,
@@ -227,7 +235,7 @@ class DecoderConfig(RecomputingConfig):
             names = self.clip if isinstance(self.clip, dict) else {}
             if names.keys() != _CLIP_KEYS or not all(isinstance(text, str) and text for text in names.values()):
                 raise ValueError(f"clip {str(self.clip)[:80]}: it has to say {', '.join(sorted(_CLIP_KEYS))} of a CLIP")
-        spread(type(self), self)
+        expand_per_unet(type(self), self)
         self.cond_dim = self.cond_dim or list(self.dim)
         for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
             lists = getattr(self, name)
@@ -260,7 +268,7 @@ class DecoderConfig(RecomputingConfig):
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
-            spread(cls, args)
+            expand_per_unet(cls, args)
             config = DecoderConfig.from_args(args)
             for _, name, _, _ in flags_of(DecoderConfig):
                 setattr(args, name, getattr(config, name))

@@ -21,7 +21,7 @@ from tandem.models.layers.resizing import cropped, resized
 from .losses import predict_x_start
 from .sampling import Denoise, Denoised, Inpaint, dynamic_threshold, guided, sample
 from .schedule import Schedule
-from .unet import CHANNELS, Unet, coordinates_of
+from .unet import CHANNELS, Unet, pixel_coordinates
 from .variance import fraction_of
 
 # Schedule and levels of the noise on low-resolution conditions, whatever those of the Unets, as in DALLE2-pytorch.
@@ -140,7 +140,7 @@ class Decoder(Pretrained):
             inputs["lowres_image"] = cropped(resized(lowres_images, size), places, crop)
         resized_images = resized(images, size)
         if spec.coordinates and places is not None:
-            inputs["coordinates"] = cropped(coordinates_of(resized_images), places, crop)
+            inputs["coordinates"] = cropped(pixel_coordinates(resized_images), places, crop)
         return cropped(resized_images, places, crop), inputs
 
     @torch.no_grad()

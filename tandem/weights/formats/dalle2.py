@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.decoder import DecoderConfig, UnetConfig
-from tandem.io.archive import check_sizes, mentions
-from tandem.io.reading import DAMAGES, check_regular, one_line, read_json
+from tandem.io.archive import check_sizes, has_weight_name
+from tandem.io.reading import READ_ERRORS, check_regular, one_line, read_json
 from tandem.io.weights import read_content
 from tandem.io.weights_writing import on_cpu, replacing
 from tandem.models.building import build_with_weights, check_arguments, plain_values
@@ -30,7 +30,7 @@ from .dalle2_config import decoder_config, decoder_part, other_options, public_c
 from .description import describe_file
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError)
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError)
 _CLOSE = 1e-3  # of alpha^2, in proportion
 
 _UNET_KEY = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
@@ -48,7 +48,7 @@ _SCALED_WEIGHTS = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
 def is_public_decoder(path: Path) -> bool:
     """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Raises ValueError, in one
     line, if it is no regular file."""
-    return (check_regular(path).parent / _CONFIG_FILE).is_file() or mentions(path, b"unets.")
+    return (check_regular(path).parent / _CONFIG_FILE).is_file() or has_weight_name(path, b"unets.")
 
 
 def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
@@ -260,5 +260,5 @@ def _translate_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         raise ValueError(f"{path} is not a decoder of DALLE2-pytorch: {one_line(error)}") from None

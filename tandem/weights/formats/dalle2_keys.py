@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .config_keys import Flags, Known, Section, default_of, known_of, number, part_of
+from .config_keys import Flags, Section, SupportedValues, get_section, number, read_default, supported_values
 from .dalle2_config import FIXED, UNET_KEYS, decoder_part, for_each
 
 if TYPE_CHECKING:
@@ -25,18 +25,18 @@ _LAST_SHARD = 9999999  # the default there, which means all shards
 _SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
 
 
-def known_keys(rows: Sequence[Row]) -> Known:
+def known_keys(rows: Sequence[Row]) -> SupportedValues:
     """The keys for `config_keys.without_counterpart`; ``rows``: those about the decoder."""
     return {
-        **known_of(rows, _EQUIVALENTS),
+        **supported_values(rows, _EQUIVALENTS),
         **dict.fromkeys((f"{_UNETS}{name}" for name in (*UNET_KEYS, "checkpoint_during_training")), (None, "")),
         **{f"{_UNETS}{name}": ((value,), f"here it is {value}") for name, value in FIXED.items()},
     }
 
 
-def implied(config: Section, known: Known) -> Iterator[str]:
+def implied(config: Section, known: SupportedValues) -> Iterator[str]:
     """A line for each default of an absent key that has no counterpart."""
-    if (lpips := part_of(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
+    if (lpips := get_section(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
         yield f"evaluate.LPIPS.net_type is alex if nothing is said: {known['evaluate.LPIPS.net_type'][1]}"
 
 
@@ -56,30 +56,32 @@ def flags_of_config(config: Section, rows: Sequence[Row], decoder_flags: Section
     for row in rows:
         *sections, name = row.key.split(".")
         if row.flag and sections:
-            value = part_of(config, *sections).get(name)
-            flags[row.flag] = (row.key, default_of(row) if value is None else value)
+            value = get_section(config, *sections).get(name)
+            flags[row.flag] = (row.key, read_default(row) if value is None else value)
     flags |= {name: ("decoder", value) for name, value in decoder_flags.items()}
-    flags |= _data_flags(part_of(config, "data"), processes)
+    flags |= _data_flags(get_section(config, "data"), processes)
     flags["seed"] = ("seed", config.get("seed", 0))
-    flags["output_dir"] = ("tracker.data_path", part_of(config, "tracker").get("data_path"))
-    if (tracker := part_of(config, "tracker", "log").get("log_type", "console")) == "console":
+    flags["output_dir"] = ("tracker.data_path", get_section(config, "tracker").get("data_path"))
+    if (tracker := get_section(config, "tracker", "log").get("log_type", "console")) == "console":
         flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
     flags["report_to"] = ("tracker.log.log_type", "none" if tracker == "console" else tracker)
     flags |= _decoder_flags(decoder_part(config), decoder_flags["timesteps"])
     batch_size = flags["batch_size"][1]
     return {
         **flags,
-        **_training_flags(part_of(config, "train"), part_of(config, "evaluate"), batch_size, len(decoder_flags["dim"])),
+        **_training_flags(
+            get_section(config, "train"), get_section(config, "evaluate"), batch_size, len(decoder_flags["dim"])
+        ),
     }
 
 
 def _data_flags(data: Section, processes: int) -> Flags:
-    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **part_of(data, "splits")}
+    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **get_section(data, "splits")}
     total = sum(number(value, f"data.splits.{name}") for name, value in fractions.items())
     if abs(total - 1) > _SMALL:
         raise ValueError(f"data.splits: train, val and test add up to {total:g}, not to 1")
     last = data.get("end_shard", _LAST_SHARD)
-    is_flipped = part_of(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
+    is_flipped = get_section(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
     return {
         "split_by": ("data.splits", "shard"),
         "valid_fraction": ("data.splits.val", fractions["val"]),
@@ -105,7 +107,7 @@ def _decoder_flags(decoder: Section, timesteps: int) -> Flags:
     gammas = [number(gamma, "decoder.p2_loss_weight_gamma") for gamma in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
     if len({gamma for gamma in gammas if gamma}) > 1:
         raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
-    clip = part_of(decoder, "clip")
+    clip = get_section(decoder, "clip")
     # OpenAI's weights were trained with another activation than open_clip's models of the same names.
     model, openai = clip.get("model", "ViT-L/14"), clip.get("make", "openai") == "openai"
     return {
