@@ -97,7 +97,7 @@ def build_parser() -> ArgumentParser:
 
 def inspect(args: argparse.Namespace) -> None:
     from tandem.weights.formats.description import describe_model_folder
-    from tandem.weights.formats.detection import format_of
+    from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(Path(args.path))
     if kind == "checkpoint":
@@ -105,7 +105,7 @@ def inspect(args: argparse.Namespace) -> None:
     elif kind == "model":
         facts = describe_model_folder(location)
     else:
-        facts = format_of(location).describe(location)
+        facts = detect_format(location).describe(location)
     facts = {"path": str(location), **facts}
     print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, format_facts(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
@@ -292,11 +292,11 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
     from tandem.models.building import build_on_meta, check_arguments
     from tandem.weights.formats.config_keys import without_counterpart
     from tandem.weights.formats.dalle2_config import decoder_config, decoder_part
-    from tandem.weights.formats.dalle2_keys import flags_of_config, implied, known_keys
+    from tandem.weights.formats.dalle2_keys import default_lines, flags_of_config, known_keys
 
     parser, all_rows = parser_of("train_decoder.py"), rows("train_decoder.py")
     supported, other_keys = known_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
-    left_out = [*without_counterpart(other_keys, supported), *implied(config, supported)]
+    left_out = [*without_counterpart(other_keys, supported), *default_lines(config, supported)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()
     check_arguments(model)
     build_on_meta(lambda: Decoder.from_dict(model))

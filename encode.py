@@ -39,7 +39,7 @@ from tandem.config.shared import add_computation_arguments, add_places, kernel_s
 from tandem.io.reading import counted
 from tandem.launch import fetch_model
 from tandem.weights.load import newest_weights, open_model, resolve
-from tandem.weights.origin import arguments_of, run_of
+from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -216,10 +216,10 @@ def run_model(
 ) -> Tensor:
     """The output of a method of the model for valid inputs, whose range is not checked, in the precision of the run."""
     from tandem.devices import to_device
-    from tandem.models.layers.convolutional import trusted_values
+    from tandem.models.layers.convolutional import without_range_checks
 
     backend.heartbeat(doing)
-    with backend.autocast(), trusted_values():
+    with backend.autocast(), without_range_checks():
         return method(to_device(values, backend.device), *state)
 
 
@@ -446,8 +446,8 @@ def shares_encoder(name: str, sha256: Any) -> bool:
     """Whether a model has the encoder of the model whose weights have this checksum, because it was initialised from
     it, directly or by several runs, each with --train decoder."""
     with contextlib.suppress(OSError, ValueError):
-        if (folder := run_of(resolve(newest_weights(Path(name)))[1])) is not None:
-            run = arguments_of(folder)
+        if (folder := find_run(resolve(newest_weights(Path(name)))[1])) is not None:
+            run = read_run_arguments(folder)
             if getattr(run, "train", None) == "decoder" and run.init_from:
                 start_sha256 = open_model(run.init_from).about["weights_sha256"]
                 return start_sha256 == sha256 or shares_encoder(run.init_from, sha256)

@@ -37,7 +37,7 @@ from tandem.io.reading import counted, error_text
 from tandem.launch import fetch_model
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.load import newest_weights, resolve
-from tandem.weights.origin import arguments_of, run_of
+from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -100,7 +100,7 @@ class Config:
         args.run = None
         if args.held_out_of:
             try:
-                args.run = arguments_of(Path(args.held_out_of))
+                args.run = read_run_arguments(Path(args.held_out_of))
             except ValueError as error:
                 parser.error(f"--held_out_of: {error}")
             if args.run.script not in ("train_vae.py", "train_vqgan.py", "train_tokenizer.py"):
@@ -129,10 +129,10 @@ def build_parser() -> ArgumentParser:
 
 def reconstruct(model: Any, samples: Tensor, backend: distributed.Backend) -> tuple[Tensor, Tensor]:
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
-    from tandem.models.layers.convolutional import trusted_values
+    from tandem.models.layers.convolutional import without_range_checks
 
     backend.heartbeat("reconstructing")
-    with backend.autocast(), trusted_values():
+    with backend.autocast(), without_range_checks():
         codes = model.encode(samples)
         return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
 
@@ -185,13 +185,13 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
     counts, lines, n = dict[str, int](), list[str](), len(samples)
     hint = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
     for name in args.model:
-        if (folder := run_of(resolve(newest_weights(Path(name)))[1])) is None:
+        if (folder := find_run(resolve(newest_weights(Path(name)))[1])) is None:
             continue
         try:
             if args.held_out_of and os.path.realpath(folder) == os.path.realpath(args.held_out_of):
                 counts[name] = 0  # held out by its split; `data_change_lines` below warns if the split has changed
                 continue
-            run = arguments_of(folder)
+            run = read_run_arguments(folder)
             counts[name], fingerprint = held_out.count_trained_on(run, samples, args.data)
         except (OSError, ValueError) as error:
             lines.append(f"on how many of these {n} {name} was trained is not known: {error_text(error)}")

@@ -111,7 +111,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
     from tandem import models
     from tandem.launch import describe_model
-    from tandem.weights.formats.towers import read_towers, take_towers
+    from tandem.weights.formats.towers import load_towers, read_towers
     from tandem.weights.load import load_named_model, tokenizer_file
 
     paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
@@ -123,7 +123,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     torch.manual_seed(args.seed)
     file_config = {"vocab_size": tokenizer.vocab_size, **shapes}
     model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.from_args(args).to_dict(), **file_config})
-    take_towers(model, towers, tokenizer)
+    load_towers(model, towers, tokenizer)
     if args.init_from:
         source = load_named_model(args.init_from, "MuLaN")
         if Path(args.init_from).is_file():  # of a public package, which does not name its tokenizer

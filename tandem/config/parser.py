@@ -370,8 +370,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _display_path(path: str | os.PathLike[str]) -> str:
-    """A path for messages: relative to the working folder if it is below it, and as `shipped` finds it if it is below
-    configs/."""
+    """A path for messages: relative to the working folder, or to that of configs/ (`find_shipped_file`), if it is below
+    one of them."""
     relative, shipped_path = os.path.relpath(path), os.path.relpath(path, HOME)
     if not relative.startswith(".."):
         return relative

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
 from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
-from tandem.io.weights import checked
+from tandem.io.weights import check_weights_file
 from tandem.io.weights_writing import on_cpu, replacing
 
 from .building import build_on_meta, build_with_weights, check_arguments
@@ -190,7 +190,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     with _translate_errors(folder):
         for path, names in _weight_files(folder).items():
-            with safe_open(checked(path), framework="pt") as file:
+            with safe_open(check_weights_file(path), framework="pt") as file:
                 weights |= {name: file.get_tensor(name) for name in names or file.keys()}
     return weights
 
@@ -205,7 +205,7 @@ def read_headers(folder: Path) -> dict[str, Headers]:
     with _translate_errors(folder):
         for path, names in _weight_files(folder).items():
             # The framework "pt" would reserve memory for the whole file.
-            with safe_open(checked(path), framework="numpy") as file:
+            with safe_open(check_weights_file(path), framework="numpy") as file:
                 slices = {name: file.get_slice(name) for name in names or file.keys()}
                 headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in slices.items()}
     return headers

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
-from tandem.io.writing import is_left_behind
+from tandem.io.writing import is_stale_lock
 from tandem.training.metrics.directions import FAULTS
 from tandem.training.run_folder.starts import script_of, starts
 
 from .curves import MetricsFile
 from .faults import marks
-from .pictures import pictures_in
+from .pictures import read_pictures
 
 # A run folder has at least one of these.
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")
@@ -70,7 +70,7 @@ class RunReader:
             notes.append("starts.jsonl is missing or cannot be read: machine, versions and resumes are not known")
         if len(history) > _MOST_STARTS:
             notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(history)} starts are shown")
-        pictures, picture_notes = pictures_in(self.path / "samples", self._pictures)
+        pictures, picture_notes = read_pictures(self.path / "samples", self._pictures)
         metrics, script = self._metrics, script_of(self.path)
         defaults = self._defaults_of(script) if script else {}
         changed = [name for name, value in config.items() if name in defaults and value != defaults[name]]
@@ -99,7 +99,7 @@ class RunReader:
         if type(final_step) is int and final_step >= last_step:
             return f"finished at update {final_step:,}"
         step = f"at update {last_step:,}, {last_time or 'at an unknown time'}" if last_step >= 0 else "before any line"
-        if is_left_behind(self.path / ".lock"):
+        if is_stale_lock(self.path / ".lock"):
             return f"ended without finishing, {step}"
         return f"not finished: last line {step}" if last_step >= 0 else "not finished: no line yet"
 

@@ -60,13 +60,13 @@ def load_model(path: str | Path, which: str = "best") -> Any:
     from tandem.io.published import check_has_one_set
     from tandem.models.base import build, class_of, read_config
     from tandem.training.checkpoint.models import model_in
-    from tandem.weights.formats.detection import format_of
+    from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(Path(path))
     if kind == "checkpoint":
         return build(*model_in(location, which), location)
     if kind == "file":
-        return READ.pop((location, which), None) or format_of(location).load(location, which)
+        return READ.pop((location, which), None) or detect_format(location).load(location, which)
     check_has_one_set(location, which)
     return class_of(read_config(location)[0], location).from_pretrained(location)
 
@@ -211,13 +211,13 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
     """
     from tandem.models.base import build
     from tandem.training.checkpoint.models import model_in
-    from tandem.weights.formats.detection import format_of
+    from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(path)
     if (location, DISCRIMINATOR) in READ:
         return READ.pop((location, DISCRIMINATOR))
     if kind == "file":
-        load_part = format_of(location).load_discriminator
+        load_part = detect_format(location).load_discriminator
         return load_part(location) if load_part else None
     return build(*model_in(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
 

@@ -207,7 +207,7 @@ def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bo
             raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
     pairs = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
     for is_zero in (False, True):
-        if all(_matches(Schedule.named(name, len(x), zero_terminal_snr=is_zero), x) for name, x in pairs):
+        if all(_matches(Schedule.from_name(name, len(x), zero_terminal_snr=is_zero), x) for name, x in pairs):
             return is_zero
     names = ", ".join(dict.fromkeys(config.noise_schedule))
     raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")

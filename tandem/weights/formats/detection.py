@@ -36,7 +36,8 @@ from .taming import (
 
 
 class PublicFormat(NamedTuple):
-    """A kind of file. All of its functions raise ValueError, in one line, for files and models that do not fit."""
+    """The format of a public package's files. All functions raise ValueError, in one line, for files and models that do
+    not fit."""
 
     model: str
     """Class of its models."""
@@ -62,7 +63,7 @@ def _taming_format(layout: Layout, is_format: Callable[[Path], bool], save: Any 
     return PublicFormat("VQGAN", is_format, load, save or partial(save_autoencoder, layout), describe)
 
 
-# A file, or a folder of diffusers, belongs to the first that takes it.
+# The format of a file, or of a folder of diffusers, is the first one whose `is_format` is true.
 FORMATS = {
     "diffusers": _taming_format(DIFFUSERS, Path.is_dir, save_folder),
     "dalle2": PublicFormat(
@@ -88,7 +89,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-def format_of(path: Path) -> PublicFormat:
+def detect_format(path: Path) -> PublicFormat:
     """The format of a file. Reads little of it, and runs none of its code.
 
     Raises:
