@@ -150,13 +150,14 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
 def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
     """A model's configuration in a checkpoint, with the scale of latents from the statistics among its weights. Neither
     is trusted."""
-    from tandem.models.quantizers.gaussian import scale_of
+    from tandem.models.quantizers.gaussian import compute_scale
 
     weights = part.get("weights")
     moments: Any = weights.get("quantizer.moments") if isinstance(weights, dict) else None
     if not isinstance(model, dict) or model.get("scaling_factor") or getattr(moments, "shape", None) != (3,):
         return model
-    return {**model, **dict(zip(("scaling_factor", "shift_factor"), scale_of(moments) or (None, None), strict=True))}
+    scaling_factor, shift_factor = compute_scale(moments) or (None, None)
+    return {**model, "scaling_factor": scaling_factor, "shift_factor": shift_factor}
 
 
 def format_facts(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:

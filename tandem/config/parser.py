@@ -256,13 +256,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def _hint(self, name: str, names: Sequence[str], keys: Sequence[str] = ()) -> str:
         """Advice about a name that is no flag, to be appended to an error; "" if there is none. ``keys``: all keys of
         the config file in which the name stands, if any."""
-        from .public_names import instead_of
+        from .public_names import advice_for
 
         plain = name.lstrip("-").replace("-", "_")
         scripts = self.scripts_with(keys or [plain])
         if keys and scripts:
             return f": the file is a config of {' or '.join(scripts)}"
-        advice = _ADVICE.get(plain) or instead_of(plain, self._script)
+        advice = _ADVICE.get(plain) or advice_for(plain, self._script)
         if not advice and scripts:
             advice = f"it is a flag of {' and '.join(scripts)}"
         return f": {advice}" if advice else nearest(name, names)

@@ -25,7 +25,7 @@ def read_pictures(folder: Path, max_updates: int) -> tuple[list[dict[str, Any]],
     """Pictures in samples/ by update, each {"step", "model"} with the result of `encode_picture` or "error"; and notes.
 
     Args:
-        most: Updates whose pictures are shown: the first, the last, and others evenly between them.
+        max_updates: Number of updates whose pictures are shown: the first, the last, and others evenly between them.
     """
     try:
         paths = [*folder.iterdir()] if folder.is_dir() else []

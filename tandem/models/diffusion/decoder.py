@@ -19,7 +19,7 @@ from tandem.models.layers.convolutional import check_images
 from tandem.models.layers.resizing import cropped, resized
 
 from .losses import predict_x_start
-from .sampling import Denoise, Denoised, Inpaint, dynamic_threshold, guided, sample
+from .sampling import Denoise, Denoised, Inpaint, apply_guidance, dynamic_threshold, sample
 from .schedule import Schedule
 from .unet import CHANNELS, Unet, pixel_coordinates
 from .variance import variance_fraction
@@ -207,7 +207,7 @@ class Decoder(Pretrained):
             denoise = self._denoise(index, conditions, lowres)
             if scale != 1 and (guide or is_conditional(self.unet(index))):
                 reference = guide._denoise(index, conditions, lowres) if guide else self._denoise(index, {}, lowres)
-                denoise = guided(denoise, reference, schedule, scale, sampling.guidance_interval)
+                denoise = apply_guidance(denoise, reference, schedule, scale, sampling.guidance_interval)
             pictures = sample(
                 denoise,
                 schedule,

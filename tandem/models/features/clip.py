@@ -74,7 +74,7 @@ class Clip(nn.Module):
             weights: A .safetensors file or a plain state dict (.pt, .pth, .bin). Or the name of published weights of
                 open_clip, such as "laion2b_s32b_b82k", None: "openai", which are fetched from the Hugging Face Hub
                 unless its cache holds them.
-            mark: Called again and again while the weights are fetched and read.
+            heartbeat: Called again and again while the weights are fetched and read.
 
         Raises:
             ValueError: one line, if open_clip is missing or cannot be imported, the model is unknown or has no tokens,

@@ -126,7 +126,7 @@ def load_perceptual(
         side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
         flag: The user's flag for the weights, for messages.
-        mark: Called during the fetching, to show that this process is alive.
+        heartbeat: Called during the fetching, to show that this process is alive.
 
     Returns:
         None for "none".

@@ -66,7 +66,7 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
 
 def read_default(row: Row) -> Any:
     """The value of a key by default in the other package."""
-    return yaml.safe_load(row.default_there)
+    return yaml.safe_load(row.public_default)
 
 
 def get_section(config: Section, *names: str) -> Section:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.decoder import SCHEDULES
-from tandem.models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, guided, sample
+from tandem.models.diffusion import Denoised, Inpaint, Schedule, apply_guidance, dynamic_threshold, sample
 from tandem.models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
 from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, normal, uniform_levels
@@ -237,23 +237,25 @@ def test_guided_samples_are_those_of_the_extrapolated_distribution(scale: float)
     mean = -0.1 + scale * 0.5
     pixels = Gaussian(SCHEDULE, 0.5, mean)
     expected = mean + pixels.shrinking(uniform_levels(999, 20)) * (Z - SCHEDULE.alpha[999] * mean)
-    out = samples(guided(WITH.denoise, WITHOUT.denoise, SCHEDULE, scale))
+    out = samples(apply_guidance(WITH.denoise, WITHOUT.denoise, SCHEDULE, scale))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 def test_a_learned_variance_is_the_conditional_one_and_a_network_that_guides_itself_is_itself() -> None:
     network, other = Counted(WITH, 1.0), Counted(WITHOUT, 0.0)
-    out = guided(network, other, SCHEDULE, 3.0)(Z, 500)
+    out = apply_guidance(network, other, SCHEDULE, 3.0)(Z, 500)
     assert out.variance_fraction is not None and torch.equal(out.variance_fraction, torch.ones_like(Z))
     assert (network.calls, other.calls) == (1, 1)
-    torch.testing.assert_close(samples(guided(network, network, SCHEDULE, 2.0)), samples(network), rtol=0, atol=0)
+    torch.testing.assert_close(
+        samples(apply_guidance(network, network, SCHEDULE, 2.0)), samples(network), rtol=0, atol=0
+    )
 
 
 def test_the_interval_is_open_below_and_closed_above_and_infinity_is_inside() -> None:
     schedule = Schedule(torch.tensor([2.0, 0.0, -torch.inf], dtype=torch.float64))
     pixels, other = Gaussian(Schedule.from_name("cosine", 3), 0.5), Counted(WITHOUT, 0.0)
     for interval, inside in (((0.0, 1.0), {0, 1}), ((1.0, float("inf")), {2}), ((0.5, 2.0), {1})):
-        denoise = guided(pixels.denoise, other, schedule, 2.0, interval=interval)
+        denoise = apply_guidance(pixels.denoise, other, schedule, 2.0, interval=interval)
         for t in range(3):
             other.calls = 0
             is_guided = not torch.equal(denoise(Z, t).x_start, pixels.estimate(Z, t))
