@@ -175,7 +175,7 @@ def unit_means(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The clips (k, n) of a sound, and the facts for its line of the index."""
+    """The clips (k, n) of a sound, and its index entry."""
     sample = sounds.load(index)
     return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
 

@@ -276,7 +276,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
 
 
 def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """An image as a batch of one, and the facts for its line of the index."""
+    """An image as a batch of one, and its index entry."""
     sample = images.load(index)
     return sample.pop("images")[None], sample
 

@@ -75,7 +75,7 @@ def fetch_file(file: Published, heartbeat: Callable[[], None] = lambda: None) ->
     published size and checksum is deleted. A line states the file, its source and its destination.
 
     Args:
-        heartbeat: Called again and again while this or another process fetches the file.
+        heartbeat: Called while this or another process fetches the file.
 
     Raises:
         ValueError: one line with the file and its address, if it cannot be fetched.
