@@ -38,7 +38,7 @@ from tandem.io.reading import counted, printable
 from tandem.weights.load import load_discriminator, load_model, resolve, write_model
 from tandem.weights.push import add_push
 
-# The largest error of an average's profile, as a fraction of the profile's norm.
+# The largest error of the profile of a combined average, as a fraction of the profile's norm.
 FARTHEST_PROFILE = 0.2
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
@@ -97,7 +97,7 @@ def build_parser() -> ArgumentParser:
 
 def inspect(args: argparse.Namespace) -> None:
     from tandem.weights.formats.description import describe_model_folder
-    from tandem.weights.formats.detection import format_of
+    from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(Path(args.path))
     if kind == "checkpoint":
@@ -105,9 +105,9 @@ def inspect(args: argparse.Namespace) -> None:
     elif kind == "model":
         facts = describe_model_folder(location)
     else:
-        facts = format_of(location).describe(location)
+        facts = detect_format(location).describe(location)
     facts = {"path": str(location), **facts}
-    print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, lines_of(facts))))
+    print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, format_facts(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
         raise Failed
 
@@ -148,28 +148,29 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
 
 
 def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
-    """A model's configuration in a checkpoint, with the scale of latents from the statistics among its weights. Both
-    may be a stranger's and have any form."""
-    from tandem.models.quantizers.gaussian import scale_of
+    """A model's configuration in a checkpoint, with the scale of latents from the statistics among its weights. Neither
+    is trusted."""
+    from tandem.models.quantizers.gaussian import compute_scale
 
     weights = part.get("weights")
     moments: Any = weights.get("quantizer.moments") if isinstance(weights, dict) else None
     if not isinstance(model, dict) or model.get("scaling_factor") or getattr(moments, "shape", None) != (3,):
         return model
-    return {**model, **dict(zip(("scaling_factor", "shift_factor"), scale_of(moments) or (None, None), strict=True))}
+    scaling_factor, shift_factor = compute_scale(moments) or (None, None)
+    return {**model, "scaling_factor": scaling_factor, "shift_factor": shift_factor}
 
 
-def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Facts as lines of text, without mappings below the third level, which only --json shows."""
+def format_facts(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Facts as lines of text, without mappings below the third level; --json prints those, too."""
     for key, value in facts.items():
         if isinstance(value, dict) and len(indent) < 4:
             yield f"{indent}{key}:"
-            yield from lines_of(value, indent + "  ")
+            yield from format_facts(value, indent + "  ")
         elif not isinstance(value, dict):
             yield f"{indent}{key}: {f'{value:,}' if type(value) is int else value}"
 
 
-def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
+def check_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
     """The output path. Raises ValueError, in one line, if something exists there that must not be replaced."""
     out = Path(args.out)
     if out.exists() and out.is_dir() != is_folder:
@@ -183,7 +184,7 @@ def export(args: argparse.Namespace) -> None:
     from tandem.weights.formats.detection import FORMATS
 
     is_folder, path = args.to in ("model", "diffusers"), Path(args.path)
-    out = new_output(args, is_folder, f"--to {args.to}")
+    out = check_output(args, is_folder, f"--to {args.to}")
     model, note = load_model(path, args.weights), None
     if args.to == "model":
         write_model(model, path, out)
@@ -202,12 +203,12 @@ def describe_model(model: Any) -> str:
 
 
 def average(args: argparse.Namespace) -> None:
-    """Write the model of a run with an average of its weights that is combined from those in snapshots/. Buffers are
-    not averaged, but those of the last save."""
+    """Write the model of a run with an average of its weights, a combination of the averages in snapshots/. Buffers are
+    those of the last save."""
     from tandem.models.base import build
     from tandem.training.checkpoint.averages import AverageFiles
 
-    run, out = Path(args.path), new_output(args, is_folder=True, kind="average")
+    run, out = Path(args.path), check_output(args, is_folder=True, kind="average")
     files = AverageFiles(run / "snapshots")
     model = build(load_model(run).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
@@ -230,7 +231,7 @@ def translate(args: argparse.Namespace) -> None:
     from tandem.io.reading import one_line
     from tandem.io.writing import write_atomically
 
-    out = new_output(args, is_folder=False, kind="config")
+    out = check_output(args, is_folder=False, kind="config")
     try:
         config = read_public_config(args.path)
         is_decoder = "decoder" in config
@@ -275,9 +276,9 @@ def read_public_config(path: str) -> dict[str, Any]:
     return config
 
 
-class Translated(NamedTuple):
-    """The translation of a public configuration: the flags of a script, each with its original key and its value, for
-    so many processes; and lines about the other keys."""
+class Translation(NamedTuple):
+    """The translation of a public configuration for ``processes`` processes: name of a flag -> (original key, value),
+    and lines about the other keys."""
 
     script: str
     flags: dict[str, tuple[str, Any]]
@@ -285,29 +286,29 @@ class Translated(NamedTuple):
     lines: list[str]
 
 
-def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
+def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translation:
     """Translate a configuration of DALLE2-pytorch. Raises ValueError, in one line."""
     from tandem.config.public_names import rows
     from tandem.models import Decoder
     from tandem.models.building import build_on_meta, check_arguments
     from tandem.weights.formats.config_keys import without_counterpart
     from tandem.weights.formats.dalle2_config import decoder_config, decoder_part
-    from tandem.weights.formats.dalle2_keys import flags_of_config, implied, known_keys
+    from tandem.weights.formats.dalle2_keys import default_lines, flags_of_config, known_keys
 
-    parser, page = script_parser("train_decoder.py"), rows("train_decoder.py")
-    supported, other_keys = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
-    left_out = [*without_counterpart(other_keys, supported), *implied(config, supported)]
+    parser, all_rows = script_parser("train_decoder.py"), rows("train_decoder.py")
+    supported, other_keys = known_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
+    left_out = [*without_counterpart(other_keys, supported), *default_lines(config, supported)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()
     check_arguments(model)
     build_on_meta(lambda: Decoder.from_dict(model))
     no_flags = argparse.Namespace(explicit=frozenset())  # on the command line
-    shape = parser.config.architecture_of(model, no_flags)
-    settings = parser.settings(parser.with_values(shape))
-    flags = flags_of_config(config, page, {name: settings[name] for name in shape}, processes or 1)
-    return Translated("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])
+    architecture = parser.config.architecture_of(model, no_flags)
+    settings = parser.settings(parser.with_values(architecture))
+    flags = flags_of_config(config, all_rows, {name: settings[name] for name in architecture}, processes or 1)
+    return Translation("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])
 
 
-def translate_taming(config: dict[str, Any], processes: int | None) -> Translated:
+def translate_taming(config: dict[str, Any], processes: int | None) -> Translation:
     """Translate a configuration of an autoencoder of taming-transformers or latent diffusion. Raises ValueError, in one
     line."""
     from tandem.config.public_names import rows
@@ -319,7 +320,7 @@ def translate_taming(config: dict[str, Any], processes: int | None) -> Translate
     left_out = [f"left out: {line}" for line in without_counterpart(config, supported)]
     processes = processes or processes_of(config)
     flags, lines = flags_of_yaml(config, processes)
-    return Translated("train_vqgan.py", flags, processes, [*general_lines, *left_out, *lines])
+    return Translation("train_vqgan.py", flags, processes, [*general_lines, *left_out, *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -329,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             args.run(args)
             sys.stdout.flush()
-        except BrokenPipeError:  # head has read enough
+        except BrokenPipeError:  # the reader, such as head, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which the interpreter flushes at exit
 
 

@@ -107,13 +107,13 @@ def build_parser() -> ArgumentParser:
 class Embedder(NamedTuple):
     """A MuLaN on the device of the run.
 
-    about: identifies the model.
-    dim: of the embeddings.
-    decoder: cuts the model's clips out of sounds.
+    about: facts that identify the model, for the index.
+    dim: length of an embedding.
+    decoder: reads clips of the model's length from sounds.
     embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
         its device.
-    embed_text: a sentence -> its unit vector (dim,). It is in a batch of its own, so that its vector does not depend,
-        to the last bit, on other sentences.
+    embed_text: a sentence -> its unit vector (dim,). Each sentence is a batch of its own, so that no bit of its vector
+        depends on other sentences.
     """
 
     about: dict[str, Any]
@@ -124,8 +124,8 @@ class Embedder(NamedTuple):
 
 
 def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> Embedder:
-    """The MuLaN at a path or name, of either --layout. Raises ValueError, in one line, if there is none or the memory
-    does not suffice for a batch."""
+    """The MuLaN at a path or name. Raises ValueError, in one line, if there is none or the memory does not suffice for
+    a batch."""
     import torch
 
     from tandem.data.decoding.sounds import ClipDecoder
@@ -135,7 +135,7 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     from tandem.weights.load import open_model
 
     model, about, file = open_model(path, "MuLaN")
-    require_room(f"a batch of {batch_size} clips", batch_size, model.clip_numbers)
+    require_room(f"a batch of {batch_size} clips", batch_size, model.clip_elements)
     model.to(backend.device)
     config = model.config
 
@@ -148,7 +148,7 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     @torch.no_grad()
     def embed_text(text: str) -> Tensor:
         tokenizer_name = "clip" if file is None else str(file)
-        tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.marks_texts)
+        tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.adds_text_marks)
         vocab_size = config["vocab_size"]
         if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size and not config.get("text_tower")):
             raise ValueError(
@@ -222,7 +222,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     say(f"{counted(len(names) - bad, 'sound')} in {counted(len(shards), 'shard')} of embeddings: {args.output}")
 
 
-def clips_of_query(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:
+def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:
     """The clips of the sound file that a query names; None if it is a sentence. Raises ValueError, in one line, if the
     file cannot be read, or the query has the ending of a sound file and there is none."""
     from tandem.data.bad_samples import reason_of
@@ -258,7 +258,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
 
             def embed(query: str) -> Tensor:
-                if (clips := clips_of_query(query, embedder.decoder, max_clips)) is None:
+                if (clips := load_query_clips(query, embedder.decoder, max_clips)) is None:
                     return embedder.embed_text(query)
                 return unit_means([encode_in_batches(clips, embedder.embed_clips, batch_size)])[0]
 

@@ -16,7 +16,7 @@ which keeps all earlier frames unless --time_window of the training limits it). 
 describes codes/, and latents.py describes latents/. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
-    of_video = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
+    video_codes = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
 
 With --keep_aspect, each video has its own "grid" in its line: tandem/data/stores/codes.py says how to load it.
 """
@@ -39,7 +39,7 @@ from tandem.config.shared import add_computation_arguments, add_places, kernel_s
 from tandem.io.reading import counted
 from tandem.launch import fetch_model
 from tandem.weights.load import newest_weights, open_model, resolve
-from tandem.weights.origin import arguments_of, run_of
+from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -140,24 +140,24 @@ class Config:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        parser.choose(args, image_folder=None, video_folder=None, decode=None)
+        parser.choose_one(args, image_folder=None, video_folder=None, decode=None)
         if not (args.image_folder or args.video_folder or args.decode):
             parser.error("nothing to do: give --image_folder, --video_folder or --decode")
         try:
-            validate_kinds(args, *kinds_of(args))
+            validate_kinds(args, *possible_kinds(args))
         except ValueError as error:
             parser.error(str(error))
 
 
-def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The possible kinds of data by the flags: codes to decode may be of either kind."""
+def possible_kinds(args: argparse.Namespace) -> tuple[str, ...]:
+    """The kinds of data, "images" and "videos", that the flags allow: codes to decode may be of either kind."""
     if args.decode:
         return ("images", "videos")
     return ("images",) if args.image_folder else ("videos",)
 
 
 def validate_kinds(args: argparse.Namespace, *kinds: str) -> None:
-    """Fill in --format, if there is only one kind. Raises ValueError, in one line, if a flag has no effect."""
+    """Set the default of --format for one kind. Raises ValueError, in one line, if a flag has no effect."""
     action = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
     if "batch_size" in args.on_command_line and "images" not in kinds:
         raise ValueError(f"--batch_size has no effect on {action}; leave it out")
@@ -193,12 +193,12 @@ class Coder(NamedTuple):
 
     kind: "images" or "videos".
     settings: those that the files depend on.
-    stored, writer: the reader and the writer of a folder of codes or latents.
-    open: image side -> the shape of a row, [h', w'] of codes, [] if videos keep their shape, (v, 2 d, h', w') of
-        latents; the samples to encode; and the function from the indices of each shard to their rows. Raises
-        ValueError, in one line, if the model does not take the samples.
-    ending, frames_per_code: of the decoded files, see `decoded_files`.
-    write: stored codes, shard, files: writes the files of a shard.
+    stored, writer: classes that read and write a folder of codes or latents.
+    open: image side -> the shape of a row ([h', w'] of codes, [] if videos keep their shape, (v, 2 d, h', w') of
+        latents), the samples to encode, and the function that encodes the samples of each shard. Raises ValueError, in
+        one line, if the model does not take the samples.
+    ending, frames_per_code: ending of the decoded files, and frames of a code: see `decoded_files`.
+    write: (stored codes, number of a shard, paths) decodes the shard and writes its files.
     """
 
     kind: str
@@ -214,12 +214,12 @@ class Coder(NamedTuple):
 def run_model(
     backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
-    """The result of a method of the model for values in their range, in the precision of the run."""
+    """The output of a method of the model for valid inputs, whose range is not checked, in the precision of the run."""
     from tandem.devices import to_device
-    from tandem.models.layers.convolutional import trusted_values
+    from tandem.models.layers.convolutional import without_range_checks
 
     backend.heartbeat(doing)
-    with backend.autocast(), trusted_values():
+    with backend.autocast(), without_range_checks():
         return method(to_device(values, backend.device), *state)
 
 
@@ -241,7 +241,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     from tandem.models.building import require_room
     from tandem.training.noise import Noise
 
-    count = args.batch_size
+    batch_size = args.batch_size
 
     def encode(images: Tensor) -> Tensor:
         values = to_unit_range(to_device(images, backend.device))
@@ -253,28 +253,29 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
             raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
-        require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
+        require_room(f"a batch of {batch_size} images of {side} pixels", batch_size, model.channels, side, side)
         try:
             grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
         needs_label = not model.num_codes  # latents are for diffusion transformers, which take a class
         images = open_labelled(args.image_folder, is_needed=needs_label, image_size=side, channels=model.channels)
-        load = functools.partial(load_alone, images)
-        options = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
+        load = functools.partial(load_image, images)
+        options = {"batch_size": batch_size, "per_request": batch_size, "num_workers": args.num_workers}
         options["waiting"] = backend.waiting_for_workers
         return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **options)
 
     decode = functools.partial(run_model, backend, "decoding", model.decode)
-    write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
+    write = functools.partial(decode_images, decode=decode, batch_size=batch_size, num_threads=max(1, args.num_workers))
     if model.num_codes:
-        return Coder("images", {"batch_size": count}, StoredCodes, ShardWriter, open_set, ".png", None, write)
-    settings = {"batch_size": count, **{name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}}
+        return Coder("images", {"batch_size": batch_size}, StoredCodes, ShardWriter, open_set, ".png", None, write)
+    settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
+    settings = {"batch_size": batch_size, **settings}
     writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
     return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 
 
-def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
+def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
     """An image as a batch of one, and its index entry."""
     sample = images.load(index)
     return sample.pop("images")[None], sample
@@ -354,20 +355,20 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
     """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
-    ValueError, in one line, if there is no such model or it cannot code the data of the flags."""
+    ValueError, in one line, if there is no such model or it does not take data of the kind of the flags."""
     model, model_settings, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
     kind = "videos" if name == "VideoTokenizer" else "images"
-    if kind not in kinds_of(args):
+    if kind not in possible_kinds(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     validate_kinds(args, kind)
     output, unused = ("codes", _LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
-    if without_effect := [name for name in unused if name in args.on_command_line]:
-        raise ValueError(f"--{without_effect[0]} has no effect: the model in {args.model} makes {output}; leave it out")
+    if idle_flags := [name for name in unused if name in args.on_command_line]:
+        raise ValueError(f"--{idle_flags[0]} has no effect: the model in {args.model} makes {output}; leave it out")
     if args.scaled and not (model.num_codes or model.scaling_factor):
         raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
-    make = video_coder if kind == "videos" else image_coder
-    coder = make(model.to(backend.device).requires_grad_(False), args, backend)
+    make_coder = video_coder if kind == "videos" else image_coder
+    coder = make_coder(model.to(backend.device).requires_grad_(False), args, backend)
     return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
 
 
@@ -401,8 +402,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
         text = f"the square in the middle of each of the {kind} is encoded, at {side} x {side} pixels"
         if args.keep_aspect:
-            cut = f"and both sides are cut to multiples of {model.pixels_per_code}"
-            text = f"{kind} keep their shape: the shorter side becomes {side} pixels, {cut}"
+            sides_text = f"and both sides are cut to multiples of {model.pixels_per_code}"
+            text = f"{kind} keep their shape: the shorter side becomes {side} pixels, {sides_text}"
         elif kind == "videos":
             text += " (--keep_aspect keeps their shape)"
         sound = "; their sound is left out, and --decode DIR --sound_from PATH adds it again"
@@ -441,15 +442,15 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
-def decodes_codes_of(name: str, sha256: Any) -> bool:
-    """Whether a model is from a run of --train decoder that was initialised, directly or by further such runs, from the
-    model with this checksum of weights, so that both have the same encoder."""
+def shares_encoder(name: str, sha256: Any) -> bool:
+    """Whether a model has the encoder of the model whose weights have this checksum, because it was initialised from
+    it, directly or by several runs, each with --train decoder."""
     with contextlib.suppress(OSError, ValueError):
-        if (folder := run_of(resolve(newest_weights(Path(name)))[1])) is not None:
-            run = arguments_of(folder)
+        if (folder := find_run(resolve(newest_weights(Path(name)))[1])) is not None:
+            run = read_run_arguments(folder)
             if getattr(run, "train", None) == "decoder" and run.init_from:
                 start_sha256 = open_model(run.init_from).about["weights_sha256"]
-                return start_sha256 == sha256 or decodes_codes_of(run.init_from, sha256)
+                return start_sha256 == sha256 or shares_encoder(run.init_from, sha256)
     return False
 
 
@@ -463,7 +464,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         _, coder, model_settings = open_coder(args, backend)
         codes = coder.stored(args.decode)
         sha256 = codes.index.get("weights_sha256")
-        if sha256 != model_settings["weights_sha256"] and not decodes_codes_of(args.model, sha256):
+        if sha256 != model_settings["weights_sha256"] and not shares_encoder(args.model, sha256):
             raise ValueError(
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )

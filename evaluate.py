@@ -37,7 +37,7 @@ from tandem.io.reading import counted, error_text
 from tandem.launch import fetch_model
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.load import newest_weights, resolve
-from tandem.weights.origin import arguments_of, run_of
+from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -55,7 +55,7 @@ HEADINGS = {
     "dpsnr": "PSNR of motion", "flicker": "flicker", "codes_used": "codes used", "perplexity": "perplexity",
     "samples_per_second": "samples/s",
 }  # fmt: skip
-# Ways to resize images to the side of the models' images, before the centre crop.
+# --resize -> how images are resized to the side of the models' images, before the centre crop.
 RESIZES = {
     "ours": "shorter side resized to {} pixels (bilinear, antialiased)",
     "taming": "shorter side resized to {} pixels (bilinear, not antialiased)",
@@ -96,11 +96,11 @@ class Config:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        parser.choose(args, image_folder=None, video_folder=None, held_out_of=None)
+        parser.choose_one(args, image_folder=None, video_folder=None, held_out_of=None)
         args.run = None
         if args.held_out_of:
             try:
-                args.run = arguments_of(Path(args.held_out_of))
+                args.run = read_run_arguments(Path(args.held_out_of))
             except ValueError as error:
                 parser.error(f"--held_out_of: {error}")
             if args.run.script not in ("train_vae.py", "train_vqgan.py", "train_tokenizer.py"):
@@ -127,12 +127,12 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> tuple[Tensor, Tensor]:
+def reconstruct(model: Any, samples: Tensor, backend: distributed.Backend) -> tuple[Tensor, Tensor]:
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
-    from tandem.models.layers.convolutional import trusted_values
+    from tandem.models.layers.convolutional import without_range_checks
 
     backend.heartbeat("reconstructing")
-    with backend.autocast(), trusted_values():
+    with backend.autocast(), without_range_checks():
         codes = model.encode(samples)
         return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
 
@@ -151,7 +151,7 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
     shape = (args.channels, *([args.num_frames] if args.video_folder else []), args.image_size, args.image_size)
     for name, trained in models.items():
         try:
-            reconstructed(trained.model.to(backend.device), torch.zeros(1, *shape, device=backend.device), backend)
+            reconstruct(trained.model.to(backend.device), torch.zeros(1, *shape, device=backend.device), backend)
         except ValueError as error:
             raise ValueError(f"{name} takes no such samples: {error}") from None
     return models
@@ -178,20 +178,20 @@ def open_samples(args: argparse.Namespace) -> SampleDataset:
 
 
 def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> tuple[dict[str, int], list[str]]:
-    """For each model in a run's folder, how many of the samples it was trained on, as far as that is known; and lines
-    about it, or about why it is unknown."""
+    """For each model in a run's folder, the number of these samples that it was trained on, if that is known; and lines
+    that report the numbers, or why one is unknown."""
     from tandem.data import held_out
 
     counts, lines, n = dict[str, int](), list[str](), len(samples)
     hint = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
     for name in args.model:
-        if (folder := run_of(resolve(newest_weights(Path(name)))[1])) is None:
+        if (folder := find_run(resolve(newest_weights(Path(name)))[1])) is None:
             continue
         try:
             if args.held_out_of and os.path.realpath(folder) == os.path.realpath(args.held_out_of):
-                counts[name] = 0  # by its split; below a line says if the split has changed
+                counts[name] = 0  # held out by its split; `data_change_lines` below warns if the split has changed
                 continue
-            run = arguments_of(folder)
+            run = read_run_arguments(folder)
             counts[name], fingerprint = held_out.count_trained_on(run, samples, args.data)
         except (OSError, ValueError) as error:
             lines.append(f"on how many of these {n} {name} was trained is not known: {error_text(error)}")
@@ -203,15 +203,15 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
             )
         elif not args.held_out_of:
             lines.append(f"{name} was trained on none of these {n} by their paths: its data is {locations}")
-        lines += change_of_data(name, folder, fingerprint)
+        lines += data_change_lines(name, folder, fingerprint)
     if args.held_out_of:
         run_fingerprint = held_out.divided_by(args.run).fingerprint
-        lines += change_of_data(args.held_out_of, Path(args.held_out_of), run_fingerprint)
+        lines += data_change_lines(args.held_out_of, Path(args.held_out_of), run_fingerprint)
     return counts, list(dict.fromkeys(lines))
 
 
-def change_of_data(name: str, run: Path, fingerprint: str | None) -> list[str]:
-    """A line if the fingerprint of a run's data has changed since the run was last started."""
+def data_change_lines(name: str, run: Path, fingerprint: str | None) -> list[str]:
+    """[A line] if the fingerprint of a run's data has changed since the run was last started, else []."""
     old_fingerprint = last_start(run).get("data_fingerprint")
     if None in (old_fingerprint, fingerprint) or old_fingerprint == fingerprint:
         return []
@@ -227,13 +227,13 @@ def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
 
-def go_through(
+def process_batches(
     samples: SampleDataset, args: argparse.Namespace, backend: distributed.Backend, action: str,
-    use: Callable[[Batches], Iterable[None]],
+    measure: Callable[[Batches], Iterable[None]],
 ) -> None:  # fmt: skip
-    """Call `use` on the batches of this process and iterate over its generator. The processes exchange errors and
-    signals once in `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in
-    one line, if too many samples cannot be read; AskedToStop after a signal."""
+    """Iterate over the generator `measure(batches of this process)`. The processes exchange errors and signals once in
+    `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in one line, if
+    too many samples cannot be read; AskedToStop after a signal."""
     from tandem.data.bad_samples import BadSampleLog
     from tandem.data.feed import to_unit_range
     from tandem.data.sampling.workers import Loader
@@ -259,7 +259,7 @@ def go_through(
             if notes:
                 yield to_unit_range(to_device(batch, backend.device)), [note for _, note in notes]
 
-    steps, has_more, report_time = iter(use(batches())), True, time.monotonic()
+    steps, has_more, report_time = iter(measure(batches())), True, time.monotonic()
     while True:
         if backend.stop_requested(now=True):
             backend.say("asked to stop, with nothing written; the same command starts over")
@@ -291,11 +291,11 @@ def go_through(
             raise ValueError(f"{readable} of {args.data} could be read: give at least 2, better thousands")
 
 
-def reference(
+def reference_statistics(
     key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], backend: distributed.Backend
 ) -> Gaussian:
-    """The distribution of the originals' features, of length `dim`: from the file of an earlier command with this key;
-    or computed by `run_pass` over the originals, and then saved. Collective."""
+    """Mean and covariance of the originals' features, of length `dim`: read from the file that an earlier command with
+    this key saved, or computed by `run_pass` over the originals and saved. Collective."""
     import torch
     from safetensors.torch import save
 
@@ -357,9 +357,9 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if args.video_folder:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
             make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
-    views = backend.gather_objects([len(samples), samples.fingerprint, device.type])
+    observations = backend.gather_objects([len(samples), samples.fingerprint, device.type])
     with backend.raise_on_all_ranks():
-        if any(view != views[0] for view in views):
+        if any(observation != observations[0] for observation in observations):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
     backend.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
@@ -376,7 +376,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     def measure(name: str, originals: Tensor) -> tuple[Any, Any, Tensor]:
         before = moment(device)
-        reconstructions, codes = reconstructed(models[name].model, originals, backend)
+        reconstructions, codes = reconstruct(models[name].model, originals, backend)
         after = moment(device)
         quality[name].add(originals, reconstructions, codes)
         if network:
@@ -401,14 +401,14 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 note["measurements"].append([sample_psnr, seconds])
             yield
 
-    run_pass = partial(go_through, samples, args, backend)
+    run_pass = partial(process_batches, samples, args, backend)
     with torch.no_grad():
         run_pass("measured", record_measurements)
         all_notes = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in all_notes]
         settings = [args.batch_size, kernel_settings(args, backend)]
         key = [weights_sha256, args.fvd_eps, samples.fingerprint, preparation, checksums, *settings]
-        original = reference(key, features(), dim, run_pass, backend) if network else None
+        original = reference_statistics(key, features(), dim, run_pass, backend) if network else None
     values: dict[str, dict[str, Any]] = {}
     for number, (name, trained) in enumerate(models.items()):
         scores, _ = quality[name].result(backend.sum)
@@ -444,7 +444,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
-    """Print a row for each model and a column for each value; `corner` states how they are measured."""
+    """Print a row for each model and a column for each value. `corner`: flags that the values depend on, or ""."""
     from tandem.training.logging.table import number
 
     names = [name for name in HEADINGS if any(name in row for row in values.values())]
@@ -470,11 +470,11 @@ def draw(
     from tandem.training.visuals.images import grid, to_png
 
     psnrs = {note["index"]: [psnr for psnr, _ in note["measurements"]] for note in notes}
-    spread = {index: max(values) - min(values) if len(values) > 1 else -values[0] for index, values in psnrs.items()}
-    indices = sorted(psnrs, key=lambda index: spread[index], reverse=True)[:PICTURE_SAMPLES]
+    scores = {index: max(values) - min(values) if len(values) > 1 else -values[0] for index, values in psnrs.items()}
+    indices = sorted(psnrs, key=lambda index: scores[index], reverse=True)[:PICTURE_SAMPLES]
     rows = {"original": to_unit_range(torch.cat([load(samples, index)[0] for index in indices]).to(backend.device))}
     with torch.no_grad():
-        rows |= {name: reconstructed(trained.model, rows["original"], backend)[0] for name, trained in models.items()}
+        rows |= {name: reconstruct(trained.model, rows["original"], backend)[0] for name, trained in models.items()}
     if args.video_folder:
         rows = {name: clips[:, :, args.num_frames // 2] for name, clips in rows.items()}
     picture = Path(f"{args.output}.png")

@@ -24,8 +24,8 @@ from tandem.config.parser import ArgumentParser
 from tandem.io.exits import exit_codes
 from tandem.io.reading import counted, printable
 from tandem.io.writing import write_atomically
-from tandem.reporting.page import data_of, is_report, library, page
-from tandem.reporting.runs import RunReader, names_of
+from tandem.reporting.page import is_report, library, page, page_data
+from tandem.reporting.runs import RunReader, distinct_names
 from tandem.reporting.watching import Server
 
 LARGEST_PORT = 65535
@@ -71,7 +71,7 @@ def defaults_of(script: str) -> dict[str, Any]:
 
 
 def read_all(readers: Sequence[Any]) -> dict[str, Any]:
-    return data_of([reader.read() for reader in readers])
+    return page_data([reader.read() for reader in readers])
 
 
 def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_flags(parser, args)
     with exit_codes(parser.error):
         library()
-        names = names_of(args.runs)
+        names = distinct_names(args.runs)
         readers = [
             RunReader(path, name, args.pictures, defaults_of) for path, name in zip(args.runs, names, strict=True)
         ]

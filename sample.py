@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from tandem.models import Decoder
     from tandem.weights.load import Trained
 
-MOST_BYTES = 1 << 30  # of a file with conditions
+MOST_BYTES = 1 << 30  # bytes of a file with conditions
 MODELS = ("model", "guide_with")
-KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the rank of an array of several
+KINDS = {"image_embed": 2, "text_encodings": 3}  # name of a condition -> dimensions of an array of several
 
 
 @dataclass
@@ -89,12 +89,12 @@ class Config(ClipFlags, Sampling):
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        enlarges = args.start_at_unet > 1
-        if enlarges and args.images is None:
+        is_enlarging = args.start_at_unet > 1
+        if is_enlarging and args.images is None:
             parser.error(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
-        if enlarges and args.masks is not None:
+        if is_enlarging and args.masks is not None:
             parser.error("--masks and --start_at_unet: --images are filled in or enlarged; leave one of the two out")
-        if args.images is not None and not (enlarges or args.masks or args.clip):
+        if args.images is not None and not (is_enlarging or args.masks or args.clip):
             parser.error(
                 "--images is used for nothing: give --start_at_unet to enlarge them, --masks to fill them in, or "
                 "--clip to draw others like them"
@@ -120,8 +120,13 @@ def embeds_images(args: argparse.Namespace) -> bool:
     return bool(args.clip and args.images and not args.masks and args.start_at_unet == 1)
 
 
-class Source(NamedTuple):
-    """Conditions from a flag: a label for each, the shapes of one by name, and rows -> conditions (b, ...)."""
+class Conditions(NamedTuple):
+    """Conditions from a flag.
+
+    labels: a text for each condition, for index.jsonl.
+    shapes: name of a condition, such as "image_embed" -> its shape without the batch.
+    load: indices (b) -> name -> conditions (b, ...).
+    """
 
     flag: str
     labels: list[str]
@@ -129,13 +134,13 @@ class Source(NamedTuple):
     load: Callable[[list[int]], Mapping[str, Tensor]]
 
 
-def source_in_memory(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Source:
+def source_in_memory(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Conditions:
     """Conditions (n, ...) in memory."""
     shapes = {name: tuple(rows.shape[1:]) for name, rows in conditions.items()}
-    return Source(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
+    return Conditions(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
 
 
-def clip_for(args: argparse.Namespace, origin: Mapping[str, str] | None, backend: distributed.Backend) -> Any:
+def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, backend: distributed.Backend) -> Any:
     """The CLIP of --clip, or for prompts the published one that the model was trained with; None if there is neither.
 
     Args:
@@ -164,7 +169,7 @@ def clip_for(args: argparse.Namespace, origin: Mapping[str, str] | None, backend
             f"{origin['name']} (SHA-256 {origin['sha256']}): unless it holds the same weights in another form, "
             "pictures will not fit"
         )
-    args.clip_weights = clip.file  # of published weights too
+    args.clip_weights = clip.file  # also if it was the name of published weights
     return clip
 
 
@@ -172,7 +177,7 @@ def image_names(images: Any) -> list[str]:
     return [images.name(index) for index in range(len(images or []))]
 
 
-def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
+def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Conditions]:
     """The conditions of each flag. Raises ValueError, in one line, and OSError."""
     import torch
 
@@ -190,11 +195,11 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
             raise ValueError(f"--prompt_file {args.prompt_file}: {error}") from None
         if not prompts:
             raise ValueError(f"--prompt_file {args.prompt_file} holds no text")
-    prompts = [*map(sentence, prompts)]  # as captions are in training
+    prompts = [*map(sentence, prompts)]  # captions are normalised in the same way in training
     flag = "--prompts" if args.prompts else "--prompt_file"
     if prompts and clip is not None:
         tokens, shapes = clip.tokenize(prompts), dict(zip(KINDS, ((clip.embed_dim,), clip.text_shape), strict=True))
-        yield Source(
+        yield Conditions(
             flag, prompts, shapes,
             lambda rows: dict(zip(KINDS, clip.embed_text(tokens[rows].to(device)), strict=True)),
         )  # fmt: skip
@@ -217,17 +222,17 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
             pictures = torch.stack([images.load(row)["images"] for row in rows])
             return {"image_embed": clip.embed_images(pictures.to(device))}
 
-        yield Source("--images", image_names(images), {"image_embed": (clip.embed_dim,)}, embed_images)
+        yield Conditions("--images", image_names(images), {"image_embed": (clip.embed_dim,)}, embed_images)
 
 
-def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
-    """The source of each condition that the Unets take. Raises ValueError, in one line, if they do not fit."""
+def choose_sources(sources: Sequence[Conditions], unets: Sequence[Any]) -> dict[str, Conditions]:
+    """The `Conditions` of each name that the Unets take. Raises ValueError, in one line, if they do not fit."""
     from tandem.models.diffusion.decoder import CONDITIONS
 
-    takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
+    widths = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
              for name, width in CONDITIONS.items() for unet in unets if getattr(unet.spec, width)}  # fmt: skip
-    chosen = {name: source for source in sources for name in source.shapes if name in takes}
-    requires = " and ".join(takes) or "no condition"
+    chosen = {name: source for source in sources for name in source.shapes if name in widths}
+    requires = " and ".join(widths) or "no condition"
     for source in sources:
         if source not in chosen.values():
             flags = {other.flag for name, other in chosen.items() if name in source.shapes}
@@ -236,10 +241,10 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
         if len(source.labels) != len(sources[0].labels):
             counts = (len(source.labels), len(sources[0].labels))
             raise ValueError(f"{counts[0]} of {source.flag} and {counts[1]} of {sources[0].flag}: give one for each")
-    if takes and not chosen:
+    if widths and not chosen:
         raise ValueError("the model needs a condition: give --prompts, --image_embeddings or --text_embeddings")
     for name, source in chosen.items():
-        (*tokens, width), (model_width, longest) = source.shapes[name], takes[name]
+        (*tokens, width), (model_width, longest) = source.shapes[name], widths[name]
         if width != model_width:
             raise ValueError(f"{source.flag} gives width {width}; the model takes {name} of width {model_width}")
         if tokens and tokens[0] > longest:
@@ -319,7 +324,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.heartbeat("listing the samples", is_uninterrupted=True)
         images = open_images(args.images, image_size=side) if args.images else None
         masks = open_images(args.masks, image_size=side) if args.masks else None
-        clip = clip_for(args, decoder.config["clip"], backend)
+        clip = load_clip(args, decoder.config["clip"], backend)
         sources = list(open_sources(args, images, clip, backend.device))
         conditions = choose_sources(sources, [decoder.unet(index) for index in unets])
         names = image_names(images)
@@ -343,7 +348,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     paths = [output.path / f"{number:05d}.png" for number in range(total)]
-    firsts = range(0, total, args.batch_size)
+    batch_starts = range(0, total, args.batch_size)
 
     def pictures(first: int) -> Tensor:
         # Fill up the last batch: kernels may round differently for another number of pictures.
@@ -367,11 +372,11 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
             )  # fmt: skip
         return result
 
-    for shard in output.rounds(range(len(firsts)), "drew"):
+    for shard in output.rounds(range(len(batch_starts)), "drew"):
         with backend.raise_on_all_ranks():
             if shard is not None:
-                batch_paths = paths[firsts[shard] : firsts[shard] + args.batch_size]
-                save_missing(batch_paths, pixels_of([firsts[shard]], pictures), max(1, args.num_workers))
+                batch_paths = paths[batch_starts[shard] : batch_starts[shard] + args.batch_size]
+                save_missing(batch_paths, pixels_of([batch_starts[shard]], pictures), max(1, args.num_workers))
     with backend.raise_on_all_ranks():
         if backend.is_root:
             lines = [

@@ -62,7 +62,7 @@ def build_model(
     say: Callable[[str], None] = lambda text: None,
 ) -> Decoder:  # fmt: skip
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
-    data and its `clip` see `DecoderConfig.of_data`. A line for the user goes to `say`."""
+    data and its `clip` see `DecoderConfig.from_data`. A line for the user goes to `say`."""
     from tandem.models import Decoder
 
     def load(decoder: Decoder, source: Decoder, name: str) -> None:
@@ -70,7 +70,7 @@ def build_model(
         if line := clip_mismatch_text(args, source.config["clip"], clip, name):
             say(line)
 
-    decoder: Decoder = init_model(Decoder, args, load, config=DecoderConfig.of_data(args, widths, clip))
+    decoder: Decoder = init_model(Decoder, args, load, config=DecoderConfig.from_data(args, widths, clip))
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder

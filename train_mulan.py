@@ -23,7 +23,7 @@ from tandem import distributed, schedules
 from tandem.config.converters import FOLDER, templates
 from tandem.config.data import SoundFlags, data_path
 from tandem.config.fields import flag
-from tandem.config.models.mulan import NOT_IN_FILE, MuLaNConfig, TowerFlags
+from tandem.config.models.mulan import NOT_IN_MUSICLM_FILE, MuLaNConfig, TowerFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import DecayingOptimizerFlags, RunFlags
 from tandem.launch import start_training, training_parser
@@ -111,7 +111,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
     from tandem import models
     from tandem.launch import describe_model
-    from tandem.weights.formats.towers import read_towers, take_towers
+    from tandem.weights.formats.towers import load_towers, read_towers
     from tandem.weights.load import load_named_model, tokenizer_file
 
     paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
@@ -123,11 +123,11 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     torch.manual_seed(args.seed)
     file_config = {"vocab_size": tokenizer.vocab_size, **shapes}
     model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.from_args(args).to_dict(), **file_config})
-    take_towers(model, towers, tokenizer)
+    load_towers(model, towers, tokenizer)
     if args.init_from:
         source = load_named_model(args.init_from, "MuLaN")
         if Path(args.init_from).is_file():  # of a public package, which does not name its tokenizer
-            source.config |= {name: model.config[name] for name in NOT_IN_FILE}
+            source.config |= {name: model.config[name] for name in NOT_IN_MUSICLM_FILE}
         else:
             tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
         model.load_weights_from(source, args.init_from)
@@ -206,7 +206,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
         patch_noise = noise.uniform(run.progress.step, micro_batch["positions"], (model.noise_size,), backend.device)
         texts = text_inputs(micro_batch["tokens"], micro_batch["lengths"])
-        keys = dropout.keys(run.progress.step, micro_batch["positions"], backend.device) if model.drops else None
+        keys = dropout.keys(run.progress.step, micro_batch["positions"], backend.device) if model.has_dropout else None
         return {"waveforms": micro_batch["waveforms"], **texts, "noise": patch_noise, "keys": keys}
 
     def write(module: MuLaN, folder: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed, schedules
-from tandem.config.autoencoder_training import VALIDATION, GANFlags, without_perceptual_loss
+from tandem.config.autoencoder_training import VALIDATION, GANFlags, perceptual_loss_warning
 from tandem.config.converters import FILE, FOLDER
 from tandem.config.data import VideoFlags, data_path
 from tandem.config.fields import flag, given
@@ -186,7 +186,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("encode.py", "--video_folder", data_path(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan.lecam, ema=ema)
-    run.warn(None if run.is_complete else without_perceptual_loss(args))
+    run.warn(None if run.is_complete else perceptual_loss_warning(args))
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed, schedules
-from tandem.config.autoencoder_training import VALIDATION, GANFlags, without_perceptual_loss
+from tandem.config.autoencoder_training import VALIDATION, GANFlags, perceptual_loss_warning
 from tandem.config.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
@@ -180,7 +180,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
              f"{args.output_dir}/{outputs}"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan.lecam, ema=ema)
-    run.warn(None if run.is_complete else without_perceptual_loss(args))
+    run.warn(None if run.is_complete else perceptual_loss_warning(args))
 
     total_steps = run.progress.total_steps
     with_warmup = partial(schedules.with_warmup, args.lr_schedule, lowest=0.1)

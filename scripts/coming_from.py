@@ -26,11 +26,11 @@ def table(title: str, script: str) -> list[str]:
     """The lines of a table."""
     flags = script_parser(script)._option_string_actions
 
-    def line(key: str, default_there: str, flag: str, note: str) -> str:
+    def line(key: str, public_default: str, flag: str, note: str) -> str:
         here = (f"`--{flag}`", format_default(flags[f"--{flag}"])) if flag else ("", "")
-        return "|" + "".join(f" {cell} |" if cell else " |" for cell in (f"`{key}`", default_there, *here, note))
+        return "|" + "".join(f" {cell} |" if cell else " |" for cell in (f"`{key}`", public_default, *here, note))
 
-    return [*_HEAD, *(line(row.key, row.default_there, row.flag, row.note) for row in tables()[title, script])]
+    return [*_HEAD, *(line(row.key, row.public_default, row.flag, row.note) for row in tables()[title, script])]
 
 
 def page(text: str) -> str:

@@ -31,7 +31,7 @@ def training_parser(script: str, text: str, config: type) -> ArgumentParser:
     parser.add_config(config)
     distributed.add_arguments(parser)
     scripts = sorted({kind.script for kind in KINDS.values()} - {script})
-    parser.scripts_with = lambda names: [script for script in scripts if script_parser(script).knows(names)]
+    parser.scripts_with = lambda names: [script for script in scripts if script_parser(script).has_flags(names)]
     return parser
 
 
@@ -146,11 +146,11 @@ def describe_model(path: str | Path) -> dict[str, Any]:
     with with_user_name(path):
         kind, location = resolve(newest_weights(Path(path)))
         if kind == "file":
-            from tandem.weights.formats.detection import format_of
+            from tandem.weights.formats.detection import detect_format
 
             model, discriminator = load_model(location), load_discriminator(location, from_runs=False)
             READ.update({(location, "best"): model, (location, DISCRIMINATOR): discriminator})
-            description, assumed = model.description(), format_of(location).assumed
+            description, assumed = model.description(), detect_format(location).assumed
             extras = {"discriminator": discriminator.config} if discriminator else {}
             return {**description, **extras, **({"assumed": assumed(description)} if assumed else {})}
         if kind == "checkpoint":

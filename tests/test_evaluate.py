@@ -472,7 +472,7 @@ def test_statistics_of_originals_are_kept_for_the_same_pixels_and_weights_alone(
 def test_a_command_that_is_stopped_writes_nothing_and_can_be_repeated(
     at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reconstructed, calls = evaluate.reconstructed, []
+    reconstructed, calls = evaluate.reconstruct, []
 
     def interrupted(*given: Any) -> Any:
         calls.append(1)
@@ -482,7 +482,7 @@ def test_a_command_that_is_stopped_writes_nothing_and_can_be_repeated(
 
     flags = ["--model", at / "a", "--image_folder", at / "photos"]
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "reconstructed", interrupted)
+        patch.setattr(evaluate, "reconstruct", interrupted)
         with pytest.raises(SystemExit) as raised:
             report_of(*flags, output=tmp_path / "values")
     assert raised.value.code == 75 and not list(tmp_path.iterdir())
@@ -528,7 +528,7 @@ def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_
     with monkeypatch.context() as patch:
         patch.setattr(Backend, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
         assert "do not see the same files" in refused(capsys, *flags)
-    monkeypatch.setattr(evaluate, "reconstructed", lambda model, x, backend: (x / 0, model.encode(x)))
+    monkeypatch.setattr(evaluate, "reconstruct", lambda model, x, backend: (x / 0, model.encode(x)))
     assert "not finite" in refused(capsys, *flags)
 
 

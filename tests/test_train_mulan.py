@@ -22,7 +22,7 @@ from tandem.models import MuLaN
 from tandem.training.losses.contrastive import ContrastiveResult
 from tandem.training.losses.grad_cache import GradCache
 from tandem.weights.formats.towers import read_audio_tower, read_text_tower
-from tandem.weights.load import load
+from tandem.weights.load import load_model
 from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
     MULAN,
@@ -249,7 +249,7 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     frozen = {name: weight for name, weight in state.items() if name.startswith("text.encoder.")}
     assert_same_bits({name: final_weights(longer)[name] for name in frozen}, frozen)
     assert_same_bits(MuLaN.from_pretrained(run / "model").state_dict(), state)
-    online = load(run / "checkpoints" / "step_00000003", "online")
+    online = load_model(run / "checkpoints" / "step_00000003", "online")
     assert online.config["text_tower"]["model_type"] == "bert"
     words = "text.encoder.embeddings.word_embeddings.weight"
     assert torch.equal(online.get_parameter(words), state[words])

@@ -21,7 +21,7 @@ from tandem.data.tokenizers import open_tokenizer
 from tandem.models import MuLaN
 from tandem.training.run import Run
 from tandem.weights.formats.musiclm import load_public_mulan
-from tandem.weights.load import load
+from tandem.weights.load import load_model
 from tests.scripts import MULAN, assert_same_bits, final_weights, refusal
 
 LAYOUT = {
@@ -44,10 +44,12 @@ def test_a_run_becomes_the_public_file_and_comes_back(finished: Path, tmp_path: 
     assert "wrote" in said and "load it into MuLaN(AudioSpectrogramTransformer(dim=16, depth=2, patch_size=8" in said
     assert_same_bits(load_public_mulan(file).state_dict(), final_weights(finished))
     converted("export", finished, "--to", "musiclm", file, "--weights", "online", "--force")
-    assert_same_bits(load_public_mulan(file).state_dict(), load(finished, "online").state_dict())
+    assert_same_bits(load_public_mulan(file).state_dict(), load_model(finished, "online").state_dict())
     assert "musiclm-pytorch 0.2.8 file" in converted("inspect", file)
     converted("export", file, "--to", "model", tmp_path / "model")
-    assert_same_bits(MuLaN.from_pretrained(tmp_path / "model").state_dict(), load(finished, "online").state_dict())
+    assert_same_bits(
+        MuLaN.from_pretrained(tmp_path / "model").state_dict(), load_model(finished, "online").state_dict()
+    )
     early = finished / "checkpoints" / "step_00000002"
     converted("export", early, "--to", "model", tmp_path / "early")
     assert (tmp_path / "early" / "tokenizer.json").exists()

@@ -15,7 +15,7 @@ import socket
 from tandem.distributed.base import Backend
 from tandem.distributed.errors import UserMistake
 from tandem.distributed.launchers import Launch
-from tandem.io.installed import HOME, as_typed
+from tandem.io.installed import HOME, short_path
 
 _INSTALLER = "scripts/install_horovod.sh"
 
@@ -24,7 +24,7 @@ class HorovodBackend(Backend):
     name = "horovod"
     launch_order = 10
     sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
-    install_hint = f"bash {as_typed(HOME / _INSTALLER)}"
+    install_hint = f"bash {short_path(HOME / _INSTALLER)}"
 
     @classmethod
     def is_available(cls) -> bool:

@@ -110,7 +110,7 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sh
 
 
 def check_names(what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first mistake unless ``got`` holds exactly ``shapes``' names and shapes."""
+    """Raise a ValueError that names the first mistake unless ``tensors`` holds exactly ``shapes``' names and shapes."""
     if missing := sorted(set(shapes) - set(tensors)):
         raise ValueError(f"{what} of {missing[0]} is missing ({len(missing)} in all)")
     if unexpected := sorted(set(tensors) - set(shapes)):

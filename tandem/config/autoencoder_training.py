@@ -21,7 +21,8 @@ from .converters import (
 )
 from .fields import Requirement, above_0, flag, when
 
-_MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
+# The largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md.
+_MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
 
 _PERCEPTUAL = when("perceptual", "vgg", "lpips")
 
@@ -138,21 +139,21 @@ class GANFlags(PerceptualFlags):
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Refuse --train decoder without a model, and fill in --discr_dim and --gan_weight_scale. Published trainers
-        take the whole adaptive weight beside a perceptual loss; without one, an adversarial gradient as strong as that
-        of the pixels undoes the reconstruction."""
+        take the whole adaptive weight beside a perceptual loss; without one, an adversarial gradient as large as that
+        of the pixel loss degrades the reconstruction."""
         if args.train == "decoder" and not args.init_from:
             parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
         args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)
         if args.gan_weight_scale is None:
-            is_alone = args.gan_weight == "adaptive" and args.perceptual == "none"
-            args.gan_weight_scale = 0.1 if is_alone else 1.0
+            is_without_perceptual = args.gan_weight == "adaptive" and args.perceptual == "none"
+            args.gan_weight_scale = 0.1 if is_without_perceptual else 1.0
 
 
-def without_perceptual_loss(args: argparse.Namespace) -> str | None:
+def perceptual_loss_warning(args: argparse.Namespace) -> str | None:
     """A line that warns about a run without a perceptual loss; None for a run that has it."""
     if args.perceptual != "none":
         return None
     line = "no perceptual loss (--perceptual none): reconstructions will be smoother than with one"
-    if args.gan_weight == "adaptive" and args.gan_weight_scale > _MOST_ALONE:
+    if args.gan_weight == "adaptive" and args.gan_weight_scale > _MAX_SCALE_WITHOUT_PERCEPTUAL:
         line += f"; --gan_weight_scale {args.gan_weight_scale:g} is for a run with one: try 0.1 (docs/vqgan.md)"
     return line

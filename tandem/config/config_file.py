@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tandem.io.installed import command_of, shipped
+from tandem.io.installed import command_of, find_shipped_file
 from tandem.io.reading import compose_yaml, error_text
 
 from .converters import config_value, no_choice
@@ -32,7 +32,7 @@ def read_flags(
     default is None, and keeps the default. YAML tags construct nothing.
 
     Args:
-        path: Of a file, or of one in configs/ (`shipped`).
+        path: Of a file, or of one in configs/ (`find_shipped_file`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
         hint: Called with a name that is no flag, the flags, and all keys of the file; returns advice, as the end of a
@@ -43,7 +43,7 @@ def read_flags(
     """
     config: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    nodes = _read_mapping(shipped(path))
+    nodes = _read_mapping(find_shipped_file(path))
     for key_node, value_node in nodes:
         position = f"{path}, line {key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):

@@ -22,13 +22,13 @@ from .converters import (
 )
 from .fields import DATA, Requirement, flag, given, when, without
 
-_FOLDERS = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
+_EXAMPLE_FOLDERS = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
 
 
 @dataclass
 class DatasetFlags:
-    """Flags of every script: a user's own dataset, an alternative to the flag `data_flag`; the order of samples in
-    shards, and the cache of shards from servers."""
+    """Flags of every script: a user's own dataset, which replaces the flag `data_flag`; the order of samples in shards;
+    and the cache of shards from servers."""
 
     data_flag: ClassVar[str]
 
@@ -63,10 +63,10 @@ class DatasetFlags:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Let --dataset and the flag of the data exclude one another; the command line wins over a config file."""
+        """Make --dataset and `data_flag` mutually exclusive; the command line takes precedence over a config file."""
         name, on_command_line = cls.data_flag, args.on_command_line
         unset = None if name in on_command_line and "dataset" not in on_command_line else parser.get_default(name)
-        parser.choose(args, dataset=None, **{name: unset})
+        parser.choose_one(args, dataset=None, **{name: unset})
         if args.shuffle == "shards" and hasattr(args, "split_by"):
             if "split_by" in args.explicit and args.split_by == "sample":
                 parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
@@ -74,8 +74,8 @@ class DatasetFlags:
 
 
 def data_path(args: argparse.Namespace, data_flag: str) -> str:
-    """The path of a run's samples for an example command: a placeholder if they are an own dataset."""
-    return _FOLDERS[data_flag] if args.dataset else getattr(args, data_flag)
+    """The path of a run's samples for an example command; a placeholder with --dataset."""
+    return _EXAMPLE_FOLDERS[data_flag] if args.dataset else getattr(args, data_flag)
 
 
 def _has_files(args: Any, *folders: str) -> bool:
@@ -83,28 +83,28 @@ def _has_files(args: Any, *folders: str) -> bool:
     return any(not (getattr(args, name, None) or "demo:").startswith("demo:") for name in folders)
 
 
-_CUT = Requirement(
+_CUT_FROM_FILES = Requirement(
     DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder", "image_folder")
 )
 
 
 @dataclass
 class PictureFlags(DatasetFlags):
-    """Flags of every script that trains on squares of pictures. In --help, a subclass's last heading is theirs."""
+    """Flags of every script that trains on squares of pictures. --help has them below a subclass's last heading."""
 
     random_flip: bool = flag(False, "mirror each training sample with probability 1/2")
     crop: str = flag(
         "center",
         "where training cuts the square out of each picture, after its shorter side was resized",
         choices=("center", "random"),
-        requires=_CUT,
+        requires=_CUT_FROM_FILES,
     )
     crop_area: tuple[float, ...] | None = flag(
         None,
         "cut the square out of a random part of each picture in training that has this share of its area, such as "
         "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)",
         area_range,
-        requires=_CUT,
+        requires=_CUT_FROM_FILES,
     )
 
 

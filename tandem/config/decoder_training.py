@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from .cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet
+from .cascades import CONDITIONED_ON_IMAGE, CONDITIONED_ON_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL_UNETS, per_unet
 from .converters import (
     FILE,
     FOLDER,
@@ -22,7 +22,7 @@ from .converters import (
 )
 from .fields import above_0, flag, when
 
-_BLURRED = (when("lowres_condition", "blur"), SEVERAL)
+_BLURRED_CONDITION = (when("lowres_condition", "blur"), SEVERAL_UNETS)
 
 
 @dataclass
@@ -33,11 +33,11 @@ class DecoderFlags:
         0.1,
         "share of samples trained without image embedding (guidance)",
         fraction,
-        requires=BY_IMAGE,
+        requires=CONDITIONED_ON_IMAGE,
         title="conditions",
     )
     text_cond_drop_prob: float = flag(
-        0.5, "share of samples trained without text (guidance)", fraction, requires=BY_TEXT
+        0.5, "share of samples trained without text (guidance)", fraction, requires=CONDITIONED_ON_TEXT
     )
     train_unets: list[int] | None = flag(
         None,
@@ -119,7 +119,7 @@ class DecoderFlags:
     stratified_times: bool = flag(
         True, "spread the noise levels of a batch evenly: less variance, the same expectation"
     )
-    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, requires=_BLURRED)
+    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, requires=_BLURRED_CONDITION)
     blur_sigma: list[float] = flag(
         [0.6],
         "width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least "
@@ -127,18 +127,18 @@ class DecoderFlags:
         positive_float,
         nargs="+",
         metavar="PIXELS",
-        requires=_BLURRED,
+        requires=_BLURRED_CONDITION,
     )
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
-        count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
+        count, sizes_text = len(args.image_sizes), " ".join(map(str, args.image_sizes))
         if args.random_crop_sizes[0]:
             crops = " ".join(map(str, args.random_crop_sizes))
             parser.error(f"--random_crop_sizes {crops}: Unet 1 is trained on whole pictures; give 0 for it")
         for number in args.train_unets or []:
             if number > count:
-                parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sides})")
+                parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sizes_text})")
         if args.logit_normal[1] <= 0:
             parser.error("--logit_normal: the standard deviation has to be above 0")
         if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-DATA = "DATA"  # in `Requirement`, the flag of the data: `data_flag` of the dataclass of all flags
+DATA = "DATA"  # in a `Requirement`, stands for the script's flag for the training data, its `data_flag`
 
 
 class Requirement(NamedTuple):
@@ -28,7 +28,7 @@ class Requirement(NamedTuple):
 
 
 def when(flag: str, *values: Any) -> Requirement:
-    """The flag has one of these values, or several values of which one is."""
+    """The flag has one of these values, or is a list with one of them."""
 
     def is_met(args: Any) -> bool:
         value = getattr(args, flag)
@@ -43,7 +43,7 @@ def given(flag: str, what: str) -> Requirement:
 
 
 def without(flag: str) -> Requirement:
-    """The flag is not given, because it sets the same."""
+    """The flag is not given: it would decide the same thing."""
     return Requirement(flag, "", lambda args: not getattr(args, flag))
 
 
@@ -86,18 +86,18 @@ def flag(
     """A field of a dataclass that is a flag.
 
     Args:
-        default: Its value if it is not given. False: the flag is a switch; True: a switch with a --no- form; None:
-            `help` says what happens then. In a subclass a plain value changes the default alone.
+        default: The value without the flag. False: the flag is a switch; True: a switch with a --no- form; None:
+            `help` says what happens then. A subclass that assigns a plain value to the field changes only the default.
         help: A line of --help.
         convert: Converts text to the value, and has the `metavar` of --help (`converters`); without one the value is
             text, in lower case if there are `choices`.
         aliases: Further names, such as that of a public trainer.
-        requires: Requirements without which it has no effect. Then it is refused on the command line, but not in a
-            config file, because that of a run holds every flag.
-        fixed_on_resume: A resumed run may not change it, or the result of this function of it.
+        requires: Requirements without which the flag has no effect. Then it is refused on the command line, but not in
+            a config file, because config.yaml of a run holds every flag.
+        fixed_on_resume: A resumed run may not change the value; with a function, not the function of the value.
         architecture: Weights fit only models with the same value; a resumed run may not change it either.
         title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
-        options: Others of argparse's: choices, metavar, nargs.
+        options: Further arguments of `add_argument`: choices, metavar, nargs.
     """
     names = (aliases,) if isinstance(aliases, str) else tuple(aliases)
     requirements = (requires,) if isinstance(requires, Requirement) else tuple(requires)
@@ -128,7 +128,7 @@ def flags_of(config: type) -> Iterator[tuple[str, str, Flag, Any]]:
 
 
 def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any) -> argparse.Action:
-    """Add a flag to a group of argparse's."""
+    """Add a flag to an argument group."""
     options, convert = dict(spec.options), spec.convert
     if isinstance(default, bool) and convert is None:
         options["action"] = argparse.BooleanOptionalAction if default else "store_true"
@@ -149,8 +149,8 @@ class ModelConfig:
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        """The lasting flags that build a model of this `config` again. A run with the arguments `args` takes them from
-        the model that it starts from."""
+        """From `config` of a model, the flags with `fixed_on_resume`, which a run that starts from its weights takes
+        over. `args`: the arguments of that run."""
         return {name: model[name] for _, name, spec, _ in flags_of(cls) if spec.fixed_on_resume and name in model}
 
     @classmethod
@@ -159,7 +159,7 @@ class ModelConfig:
         return frozenset(
             name
             for _, name, spec, _ in flags_of(cls)
-            if any(need.value and hasattr(args, need.flag) and not need.is_met(args) for need in spec.requires)
+            if any(rule.value and hasattr(args, rule.flag) and not rule.is_met(args) for rule in spec.requires)
         )
 
     @classmethod

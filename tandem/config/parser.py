@@ -86,7 +86,7 @@ class ArgumentParser(argparse.ArgumentParser):
         #: Names of flags -> the other scripts that have all of them, for the message about an unknown flag.
         self.scripts_with: Callable[[Sequence[str]], list[str]] = lambda names: []
         self._raises = False  # whether `error` raises, because the processes are connected and have to agree
-        #: The dataclass of the flags, if there is one, and the name of its flag of the data.
+        #: The dataclass of the flags, and the name of the flag for the training data; None if there is none.
         self.config: Any = None
         self.data_flag: str | None = None
         self._fields: dict[str, Flag] = {}
@@ -112,10 +112,10 @@ class ArgumentParser(argparse.ArgumentParser):
         complete(self)
         return super().parse_known_args(args, namespace)
 
-    def print_help(self, file: Any = None, *, whole: bool = False) -> None:
-        """Print the help, a short one if there are many flags; the `whole` help explains all."""
+    def print_help(self, file: Any = None, *, explain_all: bool = False) -> None:
+        """Print the help, a short one if there are many flags, unless `explain_all`."""
         if self._is_root():
-            text = (None if whole else short_help(self)) or self.format_help()
+            text = (None if explain_all else short_help(self)) or self.format_help()
             docs_note = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
             self._print_message(text + docs_note, file or sys.stdout)
 
@@ -146,14 +146,14 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
-        If neither `argv` nor the file of `--config` has the flag of the data or `--dataset`, the config file
-        `demonstration` is read, and --help says so. But it is an error if `argv` has `--config`, a model to start from
-        or samples of another flag, because the user would take the result for a model of the user's data.
+        If neither `argv` nor the file of `--config` has `data_flag` or `--dataset`, the config file `demonstration` is
+        read, and --help says so. But if `argv` has `--config`, a model to start from or samples of another flag, that
+        is an error, because the user would take the result for a model of the user's data.
 
-        The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
-        `on_command_line`, that of those set in `argv`, `aliases_used`, the alias that was used for each of them,
-        `script`, the script's file name, `fixed_on_resume`, as the attribute, `config_note`, a line that names the
-        file that was read, or None, and `resumed`, None until `launch.start_training` sets it to config.yaml of a
+        The namespace also holds `explicit`, the dest names that were set in either place (frozenset);
+        `on_command_line`, those set in `argv`; `aliases_used`, for each of these the alias in `argv`; `script`, the
+        script's file name; `fixed_on_resume`, the attribute; `config_note`, a line with the path of the file that was
+        read, or None; and `resumed`, None until `launch.start_training` sets it to the settings in config.yaml of a
         resumed run. An error ends the process through `error`.
         """
         data = [str(self.data_flag), "dataset"]
@@ -195,11 +195,11 @@ class ArgumentParser(argparse.ArgumentParser):
         for name, spec in self._fields.items():
             for requirement in spec.requires:
                 if name in args.on_command_line and not requirement.is_met(args):
-                    self._refuse_idle(args, name, requirement)
+                    self._refuse_unused(args, name, requirement)
 
     def adopt(self, args: argparse.Namespace, values: Mapping[str, Any], source: str) -> list[str]:
-        """Take these values, which are not trusted, of the model that the run starts from, for flags that the user did
-        not set; then validate all flags, for the first time.
+        """Set the flags that the user did not set to the values of the model that the run starts from, which are not
+        trusted. Then validate all flags for the first time.
 
         Args:
             values: Of JSON's types, by name.
@@ -235,12 +235,13 @@ class ArgumentParser(argparse.ArgumentParser):
         return self._as_flags(args, [name for name in defaults if getattr(args, name) != defaults[name]])
 
     def _as_flags(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-        """The arguments of these names that have an effect, as a command line gives them; others would be refused."""
-        idle = self.config.unused(args)
-        return [format_flag(self._config_flags[name], getattr(args, name)) for name in names if name not in idle]
+        """The arguments of these names as flags of a command line, without those that have no effect and are
+        refused."""
+        unused = self.config.unused(args)
+        return [format_flag(self._config_flags[name], getattr(args, name)) for name in names if name not in unused]
 
     def _convert(self, flags: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Values of JSON's types from ``source``, converted as their flags do it."""
+        """Values of JSON's types from ``source``, converted to the types of their flags."""
         from .config_file import converted
 
         values = {}
@@ -253,20 +254,20 @@ class ArgumentParser(argparse.ArgumentParser):
         return values
 
     def _hint(self, name: str, names: Sequence[str], keys: Sequence[str] = ()) -> str:
-        """Advice about a name that is no flag, as the end of a line; "" without any. ``keys``: all keys of the config
-        file that has the name, if it is in one."""
-        from .public_names import instead_of
+        """Advice about a name that is no flag, to be appended to an error; "" if there is none. ``keys``: all keys of
+        the config file in which the name stands, if any."""
+        from .public_names import advice_for
 
         plain = name.lstrip("-").replace("-", "_")
         scripts = self.scripts_with(keys or [plain])
         if keys and scripts:
             return f": the file is a config of {' or '.join(scripts)}"
-        advice = _ADVICE.get(plain) or instead_of(plain, self._script)
+        advice = _ADVICE.get(plain) or advice_for(plain, self._script)
         if not advice and scripts:
             advice = f"it is a flag of {' and '.join(scripts)}"
         return f": {advice}" if advice else nearest(name, names)
 
-    def knows(self, names: Sequence[str]) -> bool:
+    def has_flags(self, names: Sequence[str]) -> bool:
         """Whether a config file may have all of these keys."""
         return self._config_flags.keys() >= set(names)
 
@@ -284,19 +285,18 @@ class ArgumentParser(argparse.ArgumentParser):
         values = {action.dest: converted(value, action) for action, value in actions.items()}
         return argparse.Namespace(**{**self._defaults_by_dest(), **values})
 
-    def choose(self, args: argparse.Namespace, **off: Any) -> None:
-        """Switch off all but one of some flags that exclude one another, each named with its value when it is off. A
-        flag on the command line wins over one in the config file, and either over a default; two in the same place are
-        an error."""
-        active = [name for name, value in off.items() if getattr(args, name) != value]
+    def choose_one(self, args: argparse.Namespace, **off_values: Any) -> None:
+        """Set all but one of some mutually exclusive flags to their ``off_values``. A flag on the command line takes
+        precedence over one in the config file, and either over a default; two in the same place are an error."""
+        active = [name for name, value in off_values.items() if getattr(args, name) != value]
         sources = (args.on_command_line, args.explicit, active)
-        winner, *others = next(filter(None, ([name for name in active if name in s] for s in sources)), [None])
+        winner, *others = next(filter(None, ([name for name in active if name in names] for names in sources)), [None])
         if others:
             self.error(f"--{winner} and --{others[0]} exclude one another; give one of them")
         for name in set(active) - {winner}:
-            setattr(args, name, off[name])
+            setattr(args, name, off_values[name])
 
-    def _refuse_idle(self, args: argparse.Namespace, flag: str, requirement: Requirement) -> NoReturn:
+    def _refuse_unused(self, args: argparse.Namespace, flag: str, requirement: Requirement) -> NoReturn:
         other = self.data_flag if requirement.flag == DATA else requirement.flag
         value = getattr(args, str(other))
         values = value if isinstance(value, list) else [value]
@@ -370,8 +370,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _display_path(path: str | os.PathLike[str]) -> str:
-    """A path for messages: relative to the working folder if it is below it, and as `shipped` finds it if it is below
-    configs/."""
+    """A path for messages: relative to the working folder, or to that of configs/ (`find_shipped_file`), if it is below
+    one of them."""
     relative, shipped_path = os.path.relpath(path), os.path.relpath(path, HOME)
     if not relative.startswith(".."):
         return relative

@@ -1,5 +1,5 @@
-"""What public scripts and trainers call their arguments: public_names.yaml. A name with a flag is a second name of it
-(`also` of a field); of a name without a flag the file says what to do instead, and is read when such a name is met."""
+"""Names of arguments in public scripts and trainers, from public_names.yaml. A name with a flag is an alias of the flag
+(`aliases` of `flag`); for a name without one the file says what to do instead."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ FILE = Path(__file__).with_name("public_names.yaml")
 
 
 class Row(NamedTuple):
-    """An argument of a public script, trainer or configuration; "" where the file says nothing: the name and version of
-    its package, the name, with the section that it has in a configuration, its default there, as YAML, the flag without
-    dashes, and what differs or, without a flag, what to do instead."""
+    """An argument of a public script, trainer or configuration; fields about which the file says nothing are ""."""
 
-    package: str
-    key: str
-    default_there: str
-    flag: str
-    note: str
+    package: str  # name and version
+    key: str  # the argument's name, with its sections in a configuration
+    public_default: str  # its default in the package, as YAML
+    flag: str  # its flag in this project, without dashes
+    note: str  # what differs, or without a flag what to do instead
 
     @property
     def name(self) -> str:
-        """Without its section."""
+        """The key without its sections."""
         return self.key.rpartition(".")[2]
 
 
 def tables() -> dict[tuple[str, str], list[Row]]:
-    """The rows by what is public and the script here that is like it, which is named with its ending."""
+    """(title of a public script or configuration, script of this project that corresponds to it, with .py) -> rows."""
     import yaml  # only a name that is no flag needs it
 
     sections = yaml.load(FILE.read_text(encoding="utf-8"), yaml.BaseLoader)  # defaults stay texts
@@ -46,13 +44,13 @@ def tables() -> dict[tuple[str, str], list[Row]]:
 
 
 def rows(script: str) -> list[Row]:
-    """The rows of the arguments of all that is public and like `script`, which is named with its ending."""
+    """The rows of all public scripts and configurations that correspond to a script such as train_vae.py."""
     return [row for (_, name), rows in tables().items() if name == script for row in rows]
 
 
-def instead_of(name: str, script: str) -> str | None:
-    """What to do instead of an argument, named without dashes, that a public script or trainer has and the one here has
-    not; None for others."""
+def advice_for(name: str, script: str) -> str | None:
+    """What to do instead of an argument of a public script that `script` lacks; None for other names. `name`: without
+    dashes."""
     row = next((row for row in rows(script) if row.name == name and not row.flag), None)
     if row is None:
         return None
@@ -60,7 +58,8 @@ def instead_of(name: str, script: str) -> str | None:
 
 
 def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:
-    """What a run trains on that is given a public name of gradient accumulation, in one line; None for others."""
+    """A line about the size of a run's batches if a public name of --grad_accum_steps was given, because the meaning of
+    batch sizes then differs; else None."""
     name = args.aliases_used.get("grad_accum_steps", "grad_accum_steps")
     if name == "grad_accum_steps":
         return None

@@ -276,8 +276,8 @@ class RunFlags:
             args.epochs = ENDLESS
         if not args.save_every_n_steps and "save_every_minutes" not in args.explicit:
             args.save_every_minutes = 0.0
-        parser.choose(args, ema_power=None, ema_decay=0.0)
-        parser.choose(args, valid_folder=None, valid_fraction=0.0)
+        parser.choose_one(args, ema_power=None, ema_decay=0.0)
+        parser.choose_one(args, valid_folder=None, valid_fraction=0.0)
 
 
 def add_places(parser: argparse.ArgumentParser, model_help: str) -> None:

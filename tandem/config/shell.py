@@ -10,22 +10,22 @@ from typing import Any
 
 from tandem.io.installed import HOME
 
-# Flags of the short help, in this order; a script shows those that it has.
+# Flags that the short help explains, in this order, if the script has them.
 _BASICS = (
     "image_folder", "video_folder", "audio_data", "dataset", "image_size", "image_sizes", "num_frames", "quantizer",
     "codebook_size", "num_tokens", "condition_on", "init_from", "output_dir", "config", "batch_size",
     "grad_accum_steps", "learning_rate", "epochs", "max_steps", "precision", "valid_fraction", "save_every_n_steps",
     "report_to", "dry_run", "fresh", "distributed_backend", "deepspeed_config",
 )  # fmt: skip
-_MOST_FLAGS = 60  # a script with more has a short help
+_MAX_FLAGS_EXPLAINED = 60  # a script with more flags has a short help
 _INDENT = "    "
-_COMPLETING: list[argparse.ArgumentParser] = []
+_PARSERS_IN_COMPLETION: list[argparse.ArgumentParser] = []
 
 
 def short_help(parser: argparse.ArgumentParser) -> str | None:
     """The text of the short --help; None if the parser has so few flags that --help explains all of them."""
     flags = {action.dest: action for action in parser._actions if action.help is not argparse.SUPPRESS}
-    if len(flags) <= _MOST_FLAGS:
+    if len(flags) <= _MAX_FLAGS_EXPLAINED:
         return None
     basics = [flags[name] for name in _BASICS if name in flags]
     formatter = parser._get_formatter()
@@ -49,10 +49,10 @@ def short_help(parser: argparse.ArgumentParser) -> str | None:
 
 def complete(parser: argparse.ArgumentParser) -> None:
     """Answer a shell that asks for completions (argcomplete's protocol), and end the process; else do nothing."""
-    if "_ARGCOMPLETE" in os.environ and parser not in _COMPLETING:
+    if "_ARGCOMPLETE" in os.environ and parser not in _PARSERS_IN_COMPLETION:
         import argcomplete
 
-        _COMPLETING.append(parser)  # argcomplete parses the words before the cursor by it
+        _PARSERS_IN_COMPLETION.append(parser)  # argcomplete calls the parser again, for the words before the cursor
         for action in parser._actions:
             if action.dest == "config":
                 action.completer = _config_files  # type: ignore[attr-defined]
@@ -78,12 +78,12 @@ class HelpAll(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, **others)
 
     def __call__(self, parser: Any, *_: Any) -> None:
-        parser.print_help(whole=True)
+        parser.print_help(explain_all=True)
         parser.exit()
 
 
 class Version(HelpAll):
-    """--version: print it."""
+    """--version: print the version and exit."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
         parser.print_version()

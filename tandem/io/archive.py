@@ -29,7 +29,7 @@ _CALLS = {
 _OLD_CALL = "torch._utils _rebuild_tensor"
 _LIGHTNING = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric")
 #: Classes, as "module name", of objects beside the weights in a trainer's checkpoint: hyperparameters, callbacks,
-#: paths, versions. None of them is imported: `stand_in` gives the substitutes.
+#: paths, versions. None of them is imported: `substitute_for` gives the substitutes.
 IGNORED = frozenset((
     *(f"{package}.{name}" for package in _LIGHTNING for name in (
         "callbacks ModelCheckpoint", "callbacks.model_checkpoint ModelCheckpoint", "utilities.parsing AttributeDict",
@@ -48,30 +48,30 @@ IGNORED = frozenset((
     "packaging._structures NegativeInfinityType",
 ))  # fmt: skip
 
-# The records that end a zip file: zip64's end of the table of contents (signature, ..., place of the table), its
-# locator (signature, ..., place of that end, ...), and the plain end (signature, ..., place of the table, length of a
-# comment).
+# The last records of a zip file: the zip64 end of central directory (signature, ..., offset of the directory), the
+# zip64 locator (signature, ..., offset of the record before), and the end of central directory (signature, ..., offset
+# of the directory, length of a comment).
 _ENDS = struct.Struct("<4s44xQ 4s4xQ4x 4s12xIH")
 
-# Far more than the names and shapes of a state dict need; in an old file the values of the tensors come after them.
+# Far more than the names and shapes of a state dict take. In an old file the values of the tensors follow the pickles.
 _LONGEST_PICKLES_BYTES = 1 << 22
 
-_STATE_DICT = 3  # place among the pickles of an old file
+_STATE_DICT = 3  # index among the pickles of an old file
 
 #: Prefixes of the names of layers wrapped by torch.compile, FSDP or checkpointing, in a file.
-WRAPPERS_INSIDE = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WRAPPER_NAMES = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 # Bytes of a file that are searched for names.
 _LONGEST_BEGINNING = 1 << 20
 
-# Values in a tuple, with those of the tuples in it, each as often as it is named: PyTorch needs seven and the sizes.
+# Values in a tuple and in the tuples inside it, with repetitions; PyTorch's hold seven, the shape and the strides.
 _LARGEST_TUPLE = 1 << 10
 
-_MEMOS, _RECALLS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
+_MEMO_WRITES, _MEMO_READS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
 
 
-#: The advice about the file of a whole model or program.
-AS_STATE_DICT = "save the weights alone where it was made: torch.save(model.state_dict(), 'weights.pt')"
+#: The advice about a file that holds a whole model or program instead of a state dict.
+STATE_DICT_ADVICE = "save the weights alone where it was made: torch.save(model.state_dict(), 'weights.pt')"
 
 
 class Ignored:
@@ -84,8 +84,8 @@ class Ignored:
         pass
 
 
-def stand_in(name: str) -> tuple[Any, str]:
-    """For one of `IGNORED`: its substitute, and its name in PyTorch's form."""
+def substitute_for(name: str) -> tuple[Any, str]:
+    """For a name in `IGNORED`: the substitute for the class, and the name in PyTorch's form (`module.name`)."""
     class_name = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
     class_name = class_name.replace("__builtin__", "builtins").replace(" ", ".")
     return (_empty_dict if name.endswith("defaultdict") else Ignored), class_name
@@ -96,11 +96,11 @@ def _empty_dict(*_: Any) -> dict[Any, Any]:
     return {}
 
 
-def mentions(path: Path, name: bytes) -> bool:
-    """Whether ``name`` is among the names of the weights in a .pt, .pth or .safetensors file, which all begin with the
-    names. Runs no code of the file. Raises ValueError, in one line, if it is no regular file."""
+def has_weight_name(path: Path, name: bytes) -> bool:
+    """Whether ``name`` occurs in the first `_LONGEST_BEGINNING` bytes of a .pt, .pth or .safetensors file, where the
+    names of the weights stand. Runs no code of the file. Raises ValueError, in one line, if it is no regular file."""
     with check_regular(path).open("rb") as file:
-        return name in WRAPPERS_INSIDE.sub(b"", file.read(_LONGEST_BEGINNING))
+        return name in WRAPPER_NAMES.sub(b"", file.read(_LONGEST_BEGINNING))
 
 
 def check_archive(path: Path) -> None:
@@ -155,49 +155,48 @@ def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
 def _read_operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
     """The operations of a pickle and their arguments.
 
-    Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values. A tuple in a tuple in a tuple, a million times,
-    ends the process when it becomes the key of a dict; one that holds the one before it twice, forty times, keeps the
-    process busy for days.
+    Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values: hashing tuples that are nested a million deep as
+    the key of a dict crashes the process, and hashing 40 levels, each of which holds the next one twice, takes days.
     """
-    stack: list[Any] = []  # for each value the number of values in it; marks are unchanged
+    stack: list[Any] = []  # of pickle's machine: for each value the number of values in it, and the marks
     memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(content):
         yield opcode.name, argument
         try:
-            if opcode.name in _MEMOS:
+            if opcode.name in _MEMO_WRITES:
                 memo[argument] = stack[-1]
                 continue
-            n_values: int = memo[argument] if opcode.name in _RECALLS else 1
-            for kind in reversed(opcode.stack_before):
-                if kind is pickletools.stackslice:
+            n_values: int = memo[argument] if opcode.name in _MEMO_READS else 1
+            for entry in reversed(opcode.stack_before):
+                if entry is pickletools.stackslice:
                     while (size := stack.pop()) is not pickletools.markobject:
                         n_values += size
-                elif kind is not pickletools.markobject:
+                elif entry is not pickletools.markobject:
                     n_values += stack.pop()
         except (IndexError, KeyError, TypeError):
             raise ValueError("its pickle is damaged") from None
         is_tuple = opcode.name.startswith("TUPLE")
         if is_tuple and n_values > _LARGEST_TUPLE:
             raise ValueError(f"it holds a tuple of more than {_LARGEST_TUPLE} values")
-        size = n_values if is_tuple or opcode.name in _RECALLS else 1
-        stack += [kind if kind is pickletools.markobject else size for kind in opcode.stack_after]
+        size = n_values if is_tuple or opcode.name in _MEMO_READS else 1
+        stack += [entry if entry is pickletools.markobject else size for entry in opcode.stack_after]
 
 
 def _check_call(opcode: str, argument: Any, calls: set[str]) -> None:
     if opcode == "GLOBAL" and argument not in calls and argument not in IGNORED:
         name = ".".join(str(argument).split())
-        raise ValueError(f"it calls for {name}, and no plain tensor needs that; {AS_STATE_DICT}")
+        raise ValueError(f"it calls for {name}, and no plain tensor needs that; {STATE_DICT_ADVICE}")
 
 
 def _has_one_table_of_contents(path: Path, start: int) -> bool:
-    """Whether every zip reader must find the table of contents at ``start``, where Python's zipfile found it."""
+    """Whether any zip reader finds the table of contents at ``start``, where Python's zipfile found it."""
     end_of_file = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, end_of_file - _ENDS.size))
         tail = file.read().rjust(_ENDS.size)
-    zip64, zip64_start, locator, zip64_at, end, end_start, comment = _ENDS.unpack(tail)
+    zip64, zip64_start, locator, zip64_position, end, end_start, comment = _ENDS.unpack(tail)
     if end != b"PK\5\6" or comment:  # a comment could hold another end
         return False
     if locator != b"PK\6\7":
         return bool(start == end_start)
-    return bool(zip64 == b"PK\6\6" and zip64_at == end_of_file - _ENDS.size and start == zip64_start)
+    return bool(zip64 == b"PK\6\6" and zip64_position == end_of_file - _ENDS.size and start == zip64_start)

@@ -15,23 +15,23 @@ INTERRUPTED = 130  # by Ctrl-C, without a save: the code of shells for SIGINT
 
 
 class CannotGoOn(RuntimeError):
-    """Something that this process needs has failed, in one line; the exit code is ``FAILED``."""
+    """One line about a failure that is no mistake of the user, such as a full disk; the exit code is ``FAILED``."""
 
 
 class Ended(Exception):
-    """All processes end here and have reported why; each only has to exit with ``code``."""
+    """The run ends on all processes, and the reason has been printed: the script only has to exit with ``code``."""
 
     code: int
 
 
 class Failed(Ended):
-    """Not by a mistake of the user."""
+    """The run failed, not by a mistake of the user."""
 
     code = FAILED
 
 
 class AskedToStop(Ended):
-    """The handler saves the state and raises it again."""
+    """A signal asked the run to stop. The training loop catches it, saves a checkpoint and raises it again."""
 
     code = ASKED_TO_STOP
 
@@ -40,7 +40,7 @@ class AskedToStop(Ended):
 def exit_codes(
     error: Callable[[str], NoReturn], mistakes: type[Exception] | tuple[type[Exception], ...] = (ValueError, OSError)
 ) -> Iterator[None]:
-    """Errors of a script inside the context end this process.
+    """A context that ends this process with the exit code of an error that is raised inside it.
 
     Args:
         error: Ends the process with one line about a mistake of the user, as ``argparse.ArgumentParser.error`` does.

@@ -35,7 +35,7 @@ _LONGEST_REASON = 1000  # bytes
 
 
 class _NoAnswerError(ValueError):
-    """Another attempt may succeed."""
+    """The server gave no answer, or an incomplete one: another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def fetch_file(file: Published, heartbeat: Callable[[], None] = lambda: None) ->
 
 
 def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None) -> Path:
-    """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; as `fetched`, with the
-    Hub's checksum.
+    """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; fetched as by
+    `fetch_file`, and compared with the Hub's checksum.
 
     Raises:
-        ValueError: as `fetched`, or huggingface_hub is missing.
+        ValueError: as `fetch_file`, or huggingface_hub is missing.
     """
     hub = hub_library(f"fetching {what}")
 
@@ -118,7 +118,7 @@ def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], Non
                 path.resolve().unlink()
                 path.unlink()
                 raise ValueError("what came has another checksum; nothing was kept")
-            # This records in the cache that the branch is at this commit, without which `find` finds nothing.
+            # The second call records in the cache the commit of the branch; without the record `find` finds nothing.
             hub.hf_hub_download(model, name)
         except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
@@ -141,7 +141,7 @@ def hub_library(purpose: str) -> Any:
 
 
 def _hub_checksum(path: Path, expected: str) -> str:
-    """The SHA-256 of a file, which the Hub has for large files; for small ones it has git's SHA-1, of 40 digits."""
+    """The SHA-256 of a file, or git's SHA-1 if `expected` is one: the Hub states that for small files."""
     digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -202,7 +202,7 @@ def _lock_file(lock: int, heartbeat: Callable[[], None]) -> bool:
 
 
 def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:
-    """Raises ValueError, in words, if the server does not give the file, and OSError if the disk does not take it."""
+    """Download a file to `path`. Raises ValueError if the download fails, and OSError if the disk does."""
     mirror = os.environ.get(MIRROR)
     if mirror and "@" in urlsplit(mirror).netloc:
         raise ValueError(f"{MIRROR} holds a password, which would stand in the log: let it be an address without")

@@ -1,4 +1,4 @@
-"""The differences between a checkout and an installed package: the places of configs/ and docs/, and how users start a
+"""The differences between a checkout and an installed package: where configs/ and docs/ are, and how users start a
 script.
 
 In a checkout the scripts, configs/ and docs/ are beside the folder tandem/, in an installed package inside it.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 IS_INSTALLED = (_PACKAGE / "train_vae.py").is_file()
-HOME = _PACKAGE if IS_INSTALLED else _PACKAGE.parent
+HOME = _PACKAGE if IS_INSTALLED else _PACKAGE.parent  # the folder that holds the scripts, configs/ and docs/
 _CONFIGS = "configs/"
 
 
@@ -22,13 +22,13 @@ def command_of(script: str) -> list[str]:
     whether or not the environment of this process is active."""
     python = Path(sys.executable)
     if not IS_INSTALLED:
-        return [_name_or_path(python, "python"), as_typed(HOME / script)]
+        return [_name_or_path(python, "python"), short_path(HOME / script)]
     if (command := python.with_name(installed_command(script))).exists():
         return [_name_or_path(command, command.name)]
     return [_name_or_path(python, "python"), "-m", f"tandem.{Path(script).stem}"]
 
 
-def as_typed(path: Path) -> str:
+def short_path(path: Path) -> str:
     """A path relative to the current folder, if it is below it; else the path unchanged."""
     try:
         relative = os.path.relpath(path)
@@ -38,14 +38,14 @@ def as_typed(path: Path) -> str:
 
 
 def _name_or_path(path: Path, name: str) -> str:
-    """The name of a program, if a shell finds this program by it; else its path."""
+    """The name of a program, if a shell finds this very program under the name; else its path."""
     program = shutil.which(name)
     is_same = (
         program
         and os.path.samefile(os.path.dirname(os.path.abspath(program)), path.parent)
         and os.path.samefile(program, path)
     )
-    return name if is_same else as_typed(path)
+    return name if is_same else short_path(path)
 
 
 def installed_command(script: str) -> str:
@@ -60,7 +60,7 @@ def program() -> str:
     return installed_command(name) if is_ours else name
 
 
-def shipped(path: str) -> str:
+def find_shipped_file(path: str) -> str:
     """The file of configs/ for a path such as configs/vae/demo.yaml, from any working folder; the path itself if it
     exists, or if no such file is shipped."""
     if os.path.exists(path) or not path.startswith(_CONFIGS):
@@ -71,7 +71,7 @@ def shipped(path: str) -> str:
 
 def how_to_install(extra: str) -> str:
     """The command that installs an extra of pyproject.toml."""
-    package = "tandem-training" if IS_INSTALLED else as_typed(HOME)
+    package = "tandem-training" if IS_INSTALLED else short_path(HOME)
     return f'pip install {"" if IS_INSTALLED else "-e "}"{package}[{extra}]"'
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .archive import AS_STATE_DICT, Ignored, check_sizes
+from .archive import STATE_DICT_ADVICE, Ignored, check_sizes
 from .fetching import Published, fetch_file
 from .weights import first_names, read_content
 
@@ -29,12 +29,12 @@ INCEPTION = Published(
 # Keys of the model's weights in the files of trainers; "module" is DeepSpeed's.
 _USUAL_PARTS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
-#: The value of a flag for the published file, which is fetched if the cache does not hold it.
+#: The value of a flag that stands for the published file, which is downloaded unless it is in the cache.
 PUBLISHED = "published"
 
 
 def weights_of(file: Published, source: str, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Tensors by name of the user's file, or of the published one. Raises ValueError, in one line."""
+    """Tensors by name from the file ``source``, or from the published one. Raises ValueError, in one line."""
     return read_state_dict(fetch_file(file, heartbeat) if source == PUBLISHED else Path(source), published=str(file))
 
 
@@ -45,12 +45,12 @@ def read_state_dict(
 
     Args:
         names: Read only these tensors.
-        part: Key of the tensors; of several keys, separated by spaces, the first in the file. `_USUAL_PARTS` are tried
-            afterwards.
-        published: A description of such a file, for the message about a missing one.
+        part: Key of the tensors in the file, or several keys, separated by spaces, of which the first that exists is
+            taken. `_USUAL_PARTS` are tried afterwards.
+        published: A description of the published file, for the message about a missing file.
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile or something else.
+        ValueError: one line, if the file is missing, damaged, hostile or holds no state dict.
     """
     try:
         content = read_content(path, names)
@@ -62,7 +62,9 @@ def read_state_dict(
         content = next((value for value in parts if value is not None and not isinstance(value, Tensor)), content)
     if not isinstance(content, dict):
         kind = "an object of another class" if isinstance(content, Ignored) else f"a {type(content).__name__}"
-        raise ValueError(f"{path} holds no weights: it holds {kind}, not a dict of names and tensors; {AS_STATE_DICT}")
+        raise ValueError(
+            f"{path} holds no weights: it holds {kind}, not a dict of names and tensors; {STATE_DICT_ADVICE}"
+        )
     state = {name: value for name, value in content.items() if names is None or name in names}
     if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()):
         raise ValueError(
@@ -73,14 +75,14 @@ def read_state_dict(
 
 
 def shape_of(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
-    """The shape of a tensor, from which arguments of its model follow. Raises ValueError, in one line, if there is no
-    such tensor with so many dimensions."""
+    """The shape of a tensor, from which arguments of its model are inferred. Raises ValueError, in one line, if the
+    tensor is missing or has another number of dimensions."""
     if name not in state or state[name].ndim != dimensions:
         raise ValueError(f"it lacks {name} of {dimensions} dimensions")
     return tuple(state[name].shape)
 
 
-def check_has_one_set(path: Path, which: str) -> None:
-    """Raise a ValueError of one line if --weights chooses a set of weights, but the file has only one."""
-    if which != "best":
-        raise ValueError(f"--weights {which} is for checkpoints; {path} holds one set of weights: leave it out")
+def check_has_one_set(path: Path, weights: str) -> None:
+    """Raise ValueError, in one line, if --weights is not its default: the file has one set of weights only."""
+    if weights != "best":
+        raise ValueError(f"--weights {weights} is for checkpoints; {path} holds one set of weights: leave it out")

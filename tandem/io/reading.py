@@ -1,4 +1,4 @@
-"""Reading of files that a stranger may have made: no pipe or device, a bounded length, one kind of error.
+"""Reading of untrusted files: no pipe or device, a bounded length, one kind of error.
 
 Links are followed: data sets and run folders may be linked. Only the files of a model folder or a checkpoint must be
 inside it, see `check_inside`.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     import yaml
 
-DAMAGES: tuple[type[Exception], ...] = (
+READ_ERRORS: tuple[type[Exception], ...] = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError,
     MemoryError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
     lzma.LZMAError, SyntaxError, tokenize.TokenError,
@@ -35,9 +35,9 @@ SafetensorError. RuntimeError is not among them, because PyTorch raises it for m
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
 BYTE_ORDER_MARK = "\ufeff"  # editors put it before a text; `cat` and web pages leave it inside
 _LONGEST_LINE = 1 << 20  # bytes
-_LONGEST_ERROR = 500  # signs
+_LONGEST_ERROR = 500  # characters
 _OS_ERROR = re.compile(r"\(os error (\d+)\)$")  # system errors in messages of Rust, such as safetensors'
-# Other content in the place of any file: its first bytes, its kind, and the advice.
+# Content that often stands in a file of another kind by mistake: its first bytes, its name, and the advice.
 _OTHER_KINDS = (
     (rb"version https://git-lfs", "a pointer of Git LFS in the place of the file",
      "run `git lfs pull` in its repository, or download the file itself"),
@@ -85,19 +85,19 @@ def check_inside(path: Path, folder: Path) -> Path:
     """The path of a file in a folder, or in the cache of the Hugging Face Hub if the folder is one of its snapshots.
 
     Raises:
-        ValueError: one line, if it is a link that leaves the folder: what comes with a folder may name any file.
+        ValueError: one line, if it is a link that leaves the folder: an untrusted folder may hold links to any file.
     """
     # realpath, because resolve() raises RuntimeError for links that lead to themselves; opening these raises OSError.
     if path.is_symlink():
-        target, home = os.path.dirname(os.path.realpath(path)), os.path.realpath(folder)
-        if target != home and not any(f"{target}/".startswith(f"{blobs}/") for blobs in _blob_folders(home)):
+        target, root = os.path.dirname(os.path.realpath(path)), os.path.realpath(folder)
+        if target != root and not any(f"{target}/".startswith(f"{blobs}/") for blobs in _blob_folders(root)):
             raise ValueError(f"{path.name} is a link that leaves the folder; copy the folder with `cp -rL`")
     return path
 
 
 def _blob_folders(folder: str) -> tuple[str, ...]:
-    """The folders of the content of CACHE/models--USER--NAME/snapshots/COMMIT, which holds only links: content that
-    several commits share is stored once, in blobs/ of the model or of the cache."""
+    """The folders that links in a Hub snapshot, CACHE/models--USER--NAME/snapshots/COMMIT, point into: blobs/ of the
+    model and of the cache. () for a folder that is no snapshot."""
     match = re.fullmatch(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?", folder)
     return (f"{match[1]}/blobs", f"{match[2]}/blobs") if match else ()
 
@@ -121,8 +121,8 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
 
 def other_kind(beginning: bytes) -> str:
-    """The kind of a file in the place of another, such as a pointer of Git LFS, and the advice, as a part of a line; ""
-    if its first `LONGEST_BEGINNING` bytes do not tell."""
+    """What a file holds by its first `LONGEST_BEGINNING` bytes, such as a pointer of Git LFS, and the advice, as a part
+    of a message; "" for any content that is not in `_OTHER_KINDS`."""
     for pattern, kind, remedy in _OTHER_KINDS:
         if re.match(pattern, beginning):
             return f"it is {kind}; {remedy}"
@@ -233,23 +233,23 @@ def one_line(error: BaseException) -> str:
     return printable(lines[0].strip()[:_LONGEST_ERROR]) if lines else type(error).__name__
 
 
-def _parse_yaml(path: str | Path, use: Any) -> Any:
+def _parse_yaml(path: str | Path, convert: Any) -> Any:
     import yaml
 
     text = plain_text(read_bytes(path, LONGEST_YAML_BYTES))
-    damages: tuple[type[Exception], ...] = (yaml.YAMLError, *DAMAGES)  # tags that do not fit their text raise others
+    errors: tuple[type[Exception], ...] = (yaml.YAMLError, *READ_ERRORS)  # tags that do not fit their text raise others
     try:
         loader = yaml.SafeLoader(text)
         loader.name = str(path)  # for messages about a line
         try:
             node = loader.get_single_node()
             _check_aliases(node)
-            return use(loader, node)
+            return convert(loader, node)
         finally:
             loader.dispose()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except damages as error:
+    except errors as error:
         raise ValueError(error_text(error)) from None
 
 

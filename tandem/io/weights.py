@@ -1,5 +1,5 @@
-"""Reading of files of weights by their content, whatever their ending; and advice about files without weights.
-`read_content` reads all formats."""
+"""Reading of files of weights, whose format is recognised by their content, not by their ending (`read_content`); and
+advice about files without weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .archive import AS_STATE_DICT, IGNORED, WRAPPERS_INSIDE, check_archive, check_old_file, stand_in
+from .archive import IGNORED, STATE_DICT_ADVICE, WRAPPER_NAMES, check_archive, check_old_file, substitute_for
 from .reading import LONGEST_BEGINNING, check_regular, one_line, other_kind
 
-# Prefixes of all names by DataParallel and DDP, torch.compile, FSDP and modules of Lightning; some of them also prefix
-# inner layers.
+# Prefixes that DataParallel and DDP, torch.compile, FSDP and modules of Lightning put before all names; some of them
+# also put them before names of inner layers.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "net.", "network.")
-_INNER_WRAPPERS = re.compile(WRAPPERS_INSIDE.pattern.decode())
+_INNER_WRAPPERS = re.compile(WRAPPER_NAMES.pattern.decode())
 
-_COPY_IT = "copy or download it again"
-# Files mistaken for weights: the first bytes, the kind, and the advice; beside those of `reading`.
+_COPY_ADVICE = "copy or download it again"
+# Files mistaken for weights, in addition to those in `reading`: the first bytes, the kind, and the advice.
 _OTHER_KINDS = (
     (rb"GGUF", "in the GGUF format", "give the file of PyTorch or safetensors that it was made from"),
     (rb"\x08[\x01-\x0f]\x12", "in the ONNX format", "give the file of PyTorch that it was made from"),
@@ -42,7 +42,7 @@ _OTHER_FOLDERS = (
     (".metadata", "a checkpoint of torch.distributed.checkpoint, whose weights are in pieces",
      "run `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt`"),
 )  # fmt: skip
-_WEIGHTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+_WEIGHT_ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
 def read_content(path: Path, names: Container[str] | None = None) -> Any:
@@ -53,7 +53,7 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
         names: Read only these weights of a .safetensors file.
 
     Raises:
-        ValueError: one line that names the file, if it is missing, damaged, hostile or something else.
+        ValueError: one line that names the file, if it is missing, damaged, hostile or no file of weights.
     """
     try:
         if reason := why_no_weights(check_regular(path)):
@@ -65,8 +65,8 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
                 return {name: file.get_tensor(key) for key, name in pairs if names is None or name in names}
         is_archive = zipfile.is_zipfile(path)
         check_archive(path) if is_archive else check_old_file(path)
-        with torch.serialization.safe_globals([stand_in(name) for name in IGNORED]):
-            if path.suffix == ".safetensors":  # torch.load would go by this ending
+        with torch.serialization.safe_globals([substitute_for(name) for name in IGNORED]):
+            if path.suffix == ".safetensors":  # from this ending torch.load would infer safetensors
                 with path.open("rb") as file:
                     return _strip_names(torch.load(file, map_location="cpu", weights_only=True))
             return _strip_names(torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive))
@@ -75,16 +75,16 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
     except _NoWeightsError as error:
         raise ValueError(f"{path} holds no weights: {error}") from None
     except SafetensorError as error:
-        raise ValueError(f"{path} is cut off or damaged ({one_line(error)}); {_COPY_IT}") from None
+        raise ValueError(f"{path} is cut off or damaged ({one_line(error)}); {_COPY_ADVICE}") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} holds no weights that can be read without running code: {one_line(error)}") from None
 
 
 class _NoWeightsError(ValueError):
-    """The kind of a file without weights, and the advice."""
+    """A file holds no weights; the message is what `why_no_weights` returns."""
 
 
-def checked(path: Path) -> Path:
+def check_weights_file(path: Path) -> Path:
     """The path, for a library that opens it by itself. Raises OSError, and ValueError, in one line, if it is no regular
     file or no file of weights."""
     if reason := why_no_weights(check_regular(path)):
@@ -108,17 +108,17 @@ def why_no_weights(path: Path) -> str:
     with path.open("rb") as file:
         beginning = file.read(LONGEST_BEGINNING)
     if not beginning:
-        return f"it is empty; {_COPY_IT}"
+        return f"it is empty; {_COPY_ADVICE}"
     if is_safetensors(path):
         length, size = 8 + struct.unpack("<Q", beginning[:8])[0], path.stat().st_size
-        return f"it is cut off: its names alone take {length} bytes of {size}; {_COPY_IT}" if length > size else ""
+        return f"it is cut off: its names alone take {length} bytes of {size}; {_COPY_ADVICE}" if length > size else ""
     if beginning.startswith(b"PK\3\4"):
         if not zipfile.is_zipfile(path):
-            return f"it is cut off, for its end is missing; {_COPY_IT}"
+            return f"it is cut off, for its end is missing; {_COPY_ADVICE}"
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
         if any(member.endswith("/constants.pkl") for member in members):
-            return f"it is a program of TorchScript; {AS_STATE_DICT}"
+            return f"it is a program of TorchScript; {STATE_DICT_ADVICE}"
         if not any(member.lower().endswith("data.pkl") for member in members):
             return f"it is a zip of {len(members)} files, none of them PyTorch's; unpack it"
         return ""
@@ -127,33 +127,36 @@ def why_no_weights(path: Path) -> str:
     for pattern, kind, remedy in _OTHER_KINDS:
         if re.match(pattern, beginning):
             return f"it is {kind}; {remedy}"
-    return "" if beginning.startswith(_PICKLE) else f"it begins as no file of PyTorch or safetensors does; {_COPY_IT}"
+    if beginning.startswith(_PICKLE):
+        return ""
+    return f"it begins as no file of PyTorch or safetensors does; {_COPY_ADVICE}"
 
 
 def why_no_model(folder: Path) -> str:
-    """The kind of a folder without a readable model, and the advice, as the beginning of a sentence; or ""."""
+    """What a folder without a readable model holds, and the advice, as the beginning of a sentence; "" if unknown."""
     for pattern, kind, remedy in _OTHER_FOLDERS:
         if next(folder.glob(pattern), None):
             return f"it is {kind}; {remedy}; "
-    files = sorted(path for path in folder.glob("*") if path.suffix in _WEIGHTS and path.is_file())
+    files = sorted(path for path in folder.glob("*") if path.suffix in _WEIGHT_ENDINGS and path.is_file())
     return f"its files of weights have to be named themselves, such as {files[0]}; " if files else ""
 
 
 def _strip_names(content: Any) -> Any:
-    """The content of a file, without prefixes of wrappers in the names of its mapping and of the mappings inside."""
+    """The content of a file. The prefixes of wrappers are removed from the keys of its mapping and of those inside."""
 
-    def bare(value: Any) -> Any:
+    def strip_mapping(value: Any) -> Any:
         is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
         return dict(zip(_strip_wrappers(value), value.values(), strict=True)) if is_mapping else value
 
     if not isinstance(content, dict):
         return content
-    inner = {id(value): bare(value) for value in content.values()}  # by id: a hostile file may name one a million times
-    return bare({key: inner[id(value)] for key, value in content.items()})
+    # By id, because a hostile file may refer to one mapping a million times.
+    inner = {id(value): strip_mapping(value) for value in content.values()}
+    return strip_mapping({key: inner[id(value)] for key, value in content.items()})
 
 
 def _strip_wrappers(names: Iterable[str]) -> list[str]:
-    """Names of weights without the prefixes that all have from wrappers; unchanged, if two would become equal."""
+    """Names of weights without the prefixes of wrappers; unchanged if two names would become equal."""
     stripped = [_INNER_WRAPPERS.sub("", name) for name in names]
     while wrapper := next(
         (prefix for prefix in _WRAPPERS if stripped and all(n.startswith(prefix) for n in stripped)), ""

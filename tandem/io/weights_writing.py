@@ -14,7 +14,7 @@ from .reading import error_text
 
 
 def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous weights on the CPU, as both formats require."""
+    """Contiguous weights on the CPU, as safetensors and the public packages' files require."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
 
 

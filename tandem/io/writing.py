@@ -30,7 +30,7 @@ _UMASK = os.umask(0)
 os.umask(_UMASK)
 NEW_FILE_MODE = 0o666 & ~_UMASK  # of open(); read here, because os.umask() is not thread-safe
 
-#: The name of the writing thread, for which a process waits before it ends.
+#: The name of the thread that writes checkpoints; a process waits for it before it ends.
 WRITER = "checkpoint"
 
 LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
@@ -53,7 +53,8 @@ def replacing(
     and renamed over `path`. If anything fails, it is deleted and `path` is unchanged.
 
     Args:
-        name: Of the temporary file, whose leftover from a killed process is deleted; by default one for each `path`.
+        name: Name of the temporary file (default: one for each `path`). A leftover file of this name, from a killed
+            process, is deleted.
         mode: The permissions of the file; None: those from the body.
     """
     temporary = path.with_name(name or f".{path.name}.tmp")
@@ -85,14 +86,14 @@ def open_appending(path: Path) -> BinaryIO:
     return os.fdopen(_check_regular(path, _open(path, os.O_RDWR | os.O_APPEND)), "ab")
 
 
-def hold(
-    path: Path, mark: Callable[[str], None] = lambda phase: None, lease_seconds: float = LEASE_SECONDS
+def acquire_lock(
+    path: Path, heartbeat: Callable[[str], None] = lambda phase: None, lease_seconds: float = LEASE_SECONDS
 ) -> BinaryIO:
     """Lock a file until the returned file is closed or this process ends.
 
     Waits up to 10 s for another process. If that is not known to run on this machine, reports it in one line and waits
-    up to `lease_seconds` in all: a file server notices late that a machine has crashed. `mark` is called during the
-    wait, as a heartbeat.
+    up to `lease_seconds` in all: a file server notices late that a machine has crashed. `heartbeat` is called
+    during the wait.
 
     Raises:
         OSError: the file cannot be made, or is a link, a pipe or a device.
@@ -111,7 +112,7 @@ def hold(
                 f"{path.parent} is in use by {holder}; waiting for up to {counted(lease_seconds / 60, 'minute')}, in "
                 "case that its machine has crashed and a file server has not noticed yet"
             )
-        mark(f"waiting for {path.parent}, which is in use by {holder}")
+        heartbeat(f"waiting for {path.parent}, which is in use by {holder}")
         time.sleep(0.2)
     file.truncate(0)
     file.write(f"{_this_process()} since {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}".encode())
@@ -141,9 +142,9 @@ def other_holder(path: Path, ours: BinaryIO) -> str | None:
     return None
 
 
-def is_left_behind(path: Path) -> bool:
-    """Whether a process of this machine held the lock file `path` and has ended. False if that is unknown, as for a
-    process of another machine, or without locks. This process must not hold it."""
+def is_stale_lock(path: Path) -> bool:
+    """Whether the lock file `path` is that of a process of this machine that has ended. False if that is unknown, as
+    for a process of another machine, or without locks. This process must not hold the lock."""
     process = _local_process(_read_holder(path))
     if process is None or _is_running(process):
         return False
@@ -222,8 +223,8 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """As `say`, for other threads: the main thread may be inside print, even for ever if its terminal is stopped. On a
-    terminal the line is printed below a progress bar."""
+    """As `say`, for threads other than the main one, which may be inside print, or blocked there by a stopped terminal.
+    On a terminal the line is printed below a progress bar."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], _WRITE_SECONDS)[1]:
             newline = "\n" if os.isatty(2) else ""

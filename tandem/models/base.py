@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
-from tandem.io.reading import DAMAGES, check_inside, one_line, read_json
-from tandem.io.weights import checked
+from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
+from tandem.io.weights import check_weights_file
 from tandem.io.weights_writing import on_cpu, replacing
 
 from .building import build_on_meta, build_with_weights, check_arguments
@@ -28,7 +28,7 @@ from .building import build_on_meta, build_with_weights, check_arguments
 CONFIG_FILE = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, SafetensorError)
 
 # Attributes that config.json holds beside constructor arguments, for people who read it; older files lack them.
 _FACTS = ("num_codes",)
@@ -190,7 +190,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     with _translate_errors(folder):
         for path, names in _weight_files(folder).items():
-            with safe_open(checked(path), framework="pt") as file:
+            with safe_open(check_weights_file(path), framework="pt") as file:
                 weights |= {name: file.get_tensor(name) for name in names or file.keys()}
     return weights
 
@@ -205,7 +205,7 @@ def read_headers(folder: Path) -> dict[str, Headers]:
     with _translate_errors(folder):
         for path, names in _weight_files(folder).items():
             # The framework "pt" would reserve memory for the whole file.
-            with safe_open(checked(path), framework="numpy") as file:
+            with safe_open(check_weights_file(path), framework="numpy") as file:
                 slices = {name: file.get_slice(name) for name in names or file.keys()}
                 headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in slices.items()}
     return headers
@@ -251,5 +251,5 @@ def _translate_errors(folder: Path) -> Iterator[None]:
             export = shlex.join([*command_of("convert.py"), "export", str(run_folder), "DIR", "--to", "model"])
             raise ValueError(f"{folder} holds no model before the run has ended; of its checkpoint: {export}") from None
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None

@@ -1,4 +1,4 @@
-"""metrics.jsonl of any length as curves of bounded length: mean, lowest and highest value of neighbouring lines."""
+"""Reads metrics.jsonl of any length into curves of bounded length: mean, lowest and highest value of adjacent lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_NAME = 200  # characters of a metric
 _LONGEST_LINE = 1 << 20  # bytes
 _LARGEST_STEP = 1 << 53  # beyond it a browser's numbers are not exact
 _MOST_NAMES = 8  # names that a note lists
-_TAIL_BYTES = 256  # read last, by which an unchanged file is recognised
+_TAIL_BYTES = 256  # before the offset; if they are the same at the next read, the file was not replaced
 _MOST_RISES = 100  # more rises of a count are merged with their neighbours
 
 CLOCK = ("step", "samples", "epoch", "seconds", "time")
@@ -49,14 +49,14 @@ class Curve:
         size = 1
         while len(values) // size >= 2 * points:
             size *= 2
-        first = np.arange(0, len(values), size)  # value of each point
-        counts = np.add.reduceat(finite, first, dtype=int)
+        starts = np.arange(0, len(values), size)  # index of the first value of each point
+        counts = np.add.reduceat(finite, starts, dtype=int)
         valid = np.where(finite, values, np.nan)
         # Not sum / n, which overflows for values near the largest number that there is.
         shares = np.where(finite, values, 0) / np.repeat(counts.clip(1), size)[: len(values)]
-        means = np.where(counts, np.add.reduceat(shares, first), np.nan)
-        sizes = np.diff([*first, len(values)])
-        x = np.add.reduceat(steps, first) / sizes
+        means = np.where(counts, np.add.reduceat(shares, starts), np.nan)
+        sizes = np.diff([*starts, len(values)])
+        x = np.add.reduceat(steps, starts) / sizes
         with np.errstate(over="ignore"):
             total = np.nan_to_num(np.nansum(valid))
         curve: dict[str, Any] = {
@@ -68,11 +68,12 @@ class Curve:
             extremes = {"last": np.flatnonzero(finite)[-1], "low": np.nanargmin(valid), "high": np.nanargmax(valid)}
             curve |= {name: [short(values[index]), int(steps[index])] for name, index in extremes.items()}
         if size > 1:
-            curve |= {"lo": _shorten(np.fmin.reduceat(valid, first)), "hi": _shorten(np.fmax.reduceat(valid, first))}
+            curve |= {"lo": _shorten(np.fmin.reduceat(valid, starts)), "hi": _shorten(np.fmax.reduceat(valid, starts))}
         return curve
 
     def rises(self) -> list[list[float]]:
-        """The rises of a count, [first update, last update, by how much]; if there are many, neighbours are merged."""
+        """The increases of a count: [first update, last update, increase]. More than `_MOST_RISES` are merged in
+        pairs."""
         rises, previous = [], 0.0
         for step, value in zip(self._steps, self._values, strict=True):
             if math.isfinite(value) and value > previous:
@@ -109,8 +110,8 @@ class MetricsFile:
         self.last_step, self.last_time = -1, ""
         self._offset, self._tail = 0, b""
         self._skipped_lines = Counter[str]()  # lines that are left out, by the reason
-        self._text_names: set[str] = set()  # names of what is no number
-        self._skipped_names: set[str] = set()  # of metrics beyond the limits
+        self._text_names: set[str] = set()  # names of values that are no numbers
+        self._skipped_names: set[str] = set()  # names of metrics beyond the limits
         self._is_incomplete, self._failure = False, ""
 
     def read(self) -> None:
@@ -191,6 +192,6 @@ class MetricsFile:
             names = ", ".join(sorted(self._text_names)[:_MOST_NAMES]) + dots
             yield f"metrics.jsonl: no curves of what is no number: {names}"
         if self._skipped_names:
-            many = f"{'at least ' if len(self._skipped_names) >= MOST_METRICS else ''}{len(self._skipped_names)}"
+            count_text = f"{'at least ' if len(self._skipped_names) >= MOST_METRICS else ''}{len(self._skipped_names)}"
             limits = f"a page has at most {MOST_METRICS} of a run, with names up to {_LONGEST_NAME} characters"
-            yield f"metrics.jsonl: {many} metrics left out; {limits}"
+            yield f"metrics.jsonl: {count_text} metrics left out; {limits}"

@@ -34,10 +34,10 @@ def marks(starts: Sequence[Mapping[str, Any]], rises: Mapping[str, Sequence[Sequ
 
 def _resume_marks(starts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for previous, start in pairwise(starts):
-        step, changed = start.get("step"), start.get("changed")
+        step, changed_flags = start.get("step"), start.get("changed")
         if type(step) is not int or step < 0:
             continue
-        is_other_length = isinstance(changed, dict) and not {"max_steps", "epochs"}.isdisjoint(changed)
+        is_other_length = isinstance(changed_flags, dict) and not {"max_steps", "epochs"}.isdisjoint(changed_flags)
         end_text = str(previous.get("ended"))
         if end_text.startswith("finished"):
             kind, cause = "extended", "had finished"

@@ -9,10 +9,10 @@ from tandem.training.metrics.directions import COSTS, better_direction
 _OPTIMISATION_WORDS = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
                        "bad_samples")  # fmt: skip
 NAMES = ("Validation", "Validation of the whole split", "Losses", "Other values", "Optimisation", "Costs")
-ZERO = "Always 0"
+ALWAYS_ZERO = "Always 0"
 
 
-def group_of(metric: str) -> str:
+def metric_group(metric: str) -> str:
     """The group of a metric by its name, one of `NAMES`."""
     first, last = metric.split("/")[0], metric.split("/")[-1]
     if first.startswith("valid") and "/" in metric:
@@ -26,10 +26,12 @@ def group_of(metric: str) -> str:
     return "Other values"
 
 
-def groups(metrics: Iterable[str], zero: Container[str] = ()) -> list[dict[str, object]]:
-    """[{"name", "metrics", "is_folded"}] of all metrics, each group in the order in which they were met, without empty
-    ones. Those that are `zero` throughout, such as counts of faults, come last, folded."""
-    members: Mapping[str, list[str]] = {name: [] for name in (*NAMES, ZERO)}
+def groups(metrics: Iterable[str], zero_metrics: Container[str] = ()) -> list[dict[str, object]]:
+    """[{"name", "metrics", "is_folded"}] of all metrics, in the given order within a group, without empty groups. The
+    last group, folded on the page, holds `zero_metrics`, whose values are all 0, such as counts of faults."""
+    members: Mapping[str, list[str]] = {name: [] for name in (*NAMES, ALWAYS_ZERO)}
     for metric in dict.fromkeys(metrics):
-        members[ZERO if metric in zero else group_of(metric)].append(metric)
-    return [{"name": name, "metrics": members[name], "is_folded": name == ZERO} for name in members if members[name]]
+        members[ALWAYS_ZERO if metric in zero_metrics else metric_group(metric)].append(metric)
+    return [
+        {"name": name, "metrics": members[name], "is_folded": name == ALWAYS_ZERO} for name in members if members[name]
+    ]

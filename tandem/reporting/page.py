@@ -20,7 +20,7 @@ from .grouping import groups
 
 GENERATOR = "report.py of tandem-training"
 _GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
-_HEAD_BYTES = 4096  # that hold the tag of a page
+_HEAD_BYTES = 4096  # of a page, which contain `_GENERATOR_TAG`
 _FOLDER = Path(__file__).parent / "page"
 # Control characters of the Unicode bidirectional algorithm, which affect the text after the name that holds them:
 # https://www.unicode.org/reports/tr9/, section 2.
@@ -40,7 +40,7 @@ def library() -> dict[str, str]:
     raise missing_package("report.py", "uplot-python, which draws the curves", "report")
 
 
-def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def page_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The data of a page, from those of `RunReader.read` of each run."""
     metrics = [name for run in runs for name in run["curves"]]
     not_zero = {name for run in runs for name, curve in run["curves"].items() if not _is_zero(curve)}
@@ -68,7 +68,7 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
     """The page.
 
     Args:
-        watched: Version of the data, for a page that asks its server for newer data; else empty.
+        watched: Version of the data, for a page that polls its server for newer data; "" for a file.
 
     Raises:
         ValueError: one line, if the library that draws the curves is not installed.

@@ -1,4 +1,4 @@
-"""Some of the pictures in samples/, as text for an HTML page."""
+"""Reads some of the pictures in samples/, as data: URLs for an HTML page."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
 _MOST_BYTES = 1 << 26  # of a file
 
 
-def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The pictures in samples/ by update, each {"step", "model"} with the result of `encoded` or an "error"; and notes.
+def read_pictures(folder: Path, max_updates: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Pictures in samples/ by update, each {"step", "model"} with the result of `encode_picture` or "error"; and notes.
 
     Args:
-        most: Updates whose pictures are shown: the first, the last, and others evenly between them.
+        max_updates: Number of updates whose pictures are shown: the first, the last, and others evenly between them.
     """
     try:
         paths = [*folder.iterdir()] if folder.is_dir() else []
@@ -34,13 +34,13 @@ def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str
     matches = ((_NAME.fullmatch(path.name), path) for path in paths)
     files = sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
     steps = sorted({step for step, _, _ in files})
-    shown_steps = set(evenly(steps, most))
+    shown_steps = set(choose_evenly(steps, max_updates))
     pictures = []
     for step, model, path in files:
         if step in shown_steps:
             try:
                 status = path.stat()
-                content = encoded(path, status.st_mtime_ns, status.st_size)
+                content = encode_picture(path, status.st_mtime_ns, status.st_size)
             except (OSError, ValueError) as error:
                 content = {"error": error_text(error)[:200]}
             pictures.append({"step": step, "model": model, **content})
@@ -55,18 +55,18 @@ def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str
     return pictures, notes
 
 
-def evenly(items: Sequence[int], most: int) -> list[int]:
-    """At most this many of the items: the first, the last, and others evenly between them by position."""
+def choose_evenly(items: Sequence[int], max_count: int) -> list[int]:
+    """At most `max_count` items: the first, the last, and others evenly spaced between them."""
     last = len(items) - 1
-    if last < most:
+    if last < max_count:
         return list(items)
-    return [items[round(last * n / (most - 1)) if most > 1 else last] for n in range(most)]
+    return [items[round(last * n / (max_count - 1)) if max_count > 1 else last] for n in range(max_count)]
 
 
 @functools.lru_cache(maxsize=128)  # makes the next page of the same runs faster
-def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
+def encode_picture(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     """{"src", "key", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is large, and a hash
-    of its content. `changed`, the time of the last change, and `size` are for the cache. Raises OSError, and
+    of its content. `mtime_ns` and `size` are keys of the cache. Raises OSError, and
     ValueError, in one line, if it is broken or too large."""
     from PIL import Image
 

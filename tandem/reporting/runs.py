@@ -9,29 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
-from tandem.io.writing import is_left_behind
+from tandem.io.writing import is_stale_lock
 from tandem.training.metrics.directions import FAULTS
 from tandem.training.run_folder.starts import script_of, starts
 
 from .curves import MetricsFile
 from .faults import marks
-from .pictures import pictures_in
+from .pictures import read_pictures
 
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")  # any of a run
+# A run folder has at least one of these.
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")
 _MOST_STARTS = 200
 _LONGEST_VALUE = 2000  # characters of a setting
-_LABELS = {
+_FACT_LABELS = {
     "time": "time", "step": "went on from update", "backend": "backend", "launcher": "launcher",
     "world_size": "processes", "device": "device", "precision": "precision", "batch_size": "batch size", "host": "host",
     "platform": "platform", "cpus": "CPUs", "python": "Python", "packages": "packages", "git_commit": "commit",
     "command": "command", "changed": "changed flags", "ended": "ended",
 }  # fmt: skip
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
-_RATES = {
+_EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
+_RATE_LABELS = {
     "gflop_per_sample": "10^9 operations per sample", "tflops_per_second": "10^12 operations per second",
     "mfu": "share of the devices' peak (MFU)",
 }  # fmt: skip
-_WAITS = {"data_seconds": "data", "communication_seconds": "other processes", "save_seconds": "checkpoints"}
+_WAIT_LABELS = {"data_seconds": "data", "communication_seconds": "other processes", "save_seconds": "checkpoints"}
 
 
 class RunReader:
@@ -69,7 +70,7 @@ class RunReader:
             notes.append("starts.jsonl is missing or cannot be read: machine, versions and resumes are not known")
         if len(history) > _MOST_STARTS:
             notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(history)} starts are shown")
-        pictures, picture_notes = pictures_in(self.path / "samples", self._pictures)
+        pictures, picture_notes = read_pictures(self.path / "samples", self._pictures)
         metrics, script = self._metrics, script_of(self.path)
         defaults = self._defaults_of(script) if script else {}
         changed = [name for name, value in config.items() if name in defaults and value != defaults[name]]
@@ -84,7 +85,7 @@ class RunReader:
             "curves": curves,
             "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
             "marks": marks(history, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
-            "config": {name: text_of(value) for name, value in config.items()},
+            "config": {name: format_value(value) for name, value in config.items()},
             "chosen": changed,  # names of settings that are not the script's defaults
             "starts": [_describe_start(facts) for facts in history[-_MOST_STARTS:]],
             "costs": dict(_cost_lines(metrics, curves)),
@@ -98,7 +99,7 @@ class RunReader:
         if type(final_step) is int and final_step >= last_step:
             return f"finished at update {final_step:,}"
         step = f"at update {last_step:,}, {last_time or 'at an unknown time'}" if last_step >= 0 else "before any line"
-        if is_left_behind(self.path / ".lock"):
+        if is_stale_lock(self.path / ".lock"):
             return f"ended without finishing, {step}"
         return f"not finished: last line {step}" if last_step >= 0 else "not finished: no line yet"
 
@@ -116,7 +117,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     return {str(name)[:_LONGEST_VALUE]: value for name, value in config.items()}, []
 
 
-def text_of(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of YAML or JSON as text for people."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -127,15 +128,15 @@ def text_of(value: Any) -> str:
 
 def _describe_start(facts: Mapping[str, Any]) -> dict[str, str]:
     """A line of starts.jsonl as texts by label, in the order of the page."""
-    facts_by_label = {label: _format_fact(facts.get(name)) for name, label in _LABELS.items()}
-    facts_by_label["other facts"] = {name: value for name, value in facts.items() if name not in _LABELS}
-    return {label: text_of(value) for label, value in facts_by_label.items() if value not in _EMPTY}
+    facts_by_label = {label: _format_fact(facts.get(name)) for name, label in _FACT_LABELS.items()}
+    facts_by_label["other facts"] = {name: value for name, value in facts.items() if name not in _FACT_LABELS}
+    return {label: format_value(value) for label, value in facts_by_label.items() if value not in _EMPTY_VALUES}
 
 
 def _format_fact(fact: Any) -> Any:
     """Mappings, such as versions and changed flags, as text; a list, which is a command, as text for a shell."""
     if isinstance(fact, dict):
-        pairs = {name: " -> ".join(map(text_of, value)) if isinstance(value, list) else text_of(value)
+        pairs = {name: " -> ".join(map(format_value, value)) if isinstance(value, list) else format_value(value)
                  for name, value in fact.items()}  # fmt: skip
         return ", ".join(f"{name} {value}" for name, value in pairs.items())
     return shlex.join(map(str, fact)) if isinstance(fact, list) else fact
@@ -154,10 +155,10 @@ def _cost_lines(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -
     if rate and rate["count"]:
         yield "samples per second, mean of the lines", f"{rate['sum'] / rate['count']:,.4g}"
         yield "samples per second, last line", f"{rate['last'][0]:,.4g}"
-    for name, label in _RATES.items():
+    for name, label in _RATE_LABELS.items():
         if name in curves and curves[name]["count"]:
             yield f"{label}, mean of the lines", f"{curves[name]['sum'] / curves[name]['count']:,.3g}"
-    for name, label in _WAITS.items():
+    for name, label in _WAIT_LABELS.items():
         if name in curves and curves[name]["count"]:
             wait = curves[name]["sum"]
             share = f" ({wait / seconds[0]:.1%} of all)" if seconds and seconds[0] else ""
@@ -167,12 +168,12 @@ def _cost_lines(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -
             yield f"peak {name[5:].replace('_gb', '').replace('_', ' ')}, GB", f"{curve['high'][0]:,.4g}"
 
 
-def _format_seconds(seconds: float, whole_from: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= whole_from else f"{seconds:.3g}"
+def _format_seconds(seconds: float, integer_from: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= integer_from else f"{seconds:.3g}"
 
 
 def _read_best(path: Path) -> dict[str, str]:
-    return {str(name)[:200]: text_of(value) for name, value in list(read_json_or_empty(path).items())[:20]}
+    return {str(name)[:200]: format_value(value) for name, value in list(read_json_or_empty(path).items())[:20]}
 
 
 def _list_names(folder: Path) -> list[str]:
@@ -182,8 +183,8 @@ def _list_names(folder: Path) -> list[str]:
         return []
 
 
-def names_of(paths: Sequence[str | Path]) -> list[str]:
-    """A different name for each run folder: its last part, with the one above it where two have the same."""
+def distinct_names(paths: Sequence[str | Path]) -> list[str]:
+    """A name for each run folder, all different: its last part; if two are equal, the last two parts, then a number."""
     resolved = [Path(path).absolute() for path in paths]
     names = [path.name or str(path) for path in resolved]
     if len(set(names)) < len(names):

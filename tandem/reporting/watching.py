@@ -1,4 +1,4 @@
-"""A server, for this machine alone, of a page about unfinished runs."""
+"""A web server on localhost for the page, which follows unfinished runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from .page import as_text, page
 
 _HOST = "127.0.0.1"
-_REFRESH_SECONDS = 2.0  # however many browsers ask
+_REFRESH_SECONDS = 2.0  # at least, between two reads of the run folders
 
 
 class Server(ThreadingHTTPServer):

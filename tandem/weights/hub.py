@@ -46,7 +46,7 @@ def is_on_hub(name: str) -> bool:
     return split(name) is not None and not os.path.lexists(name) and not os.path.isdir(name.partition("/")[0])
 
 
-def local(path: Path) -> Path:
+def local_path(path: Path) -> Path:
     """The path; for the name of a model on the Hub its folder in the cache, which the first call downloads.
 
     Raises:
@@ -59,7 +59,8 @@ def local(path: Path) -> Path:
 
 
 def use(name: str, folder: Path) -> None:
-    """Let `local` return this folder for a name, also written as ./USER/NAME, which a path shortens to USER/NAME."""
+    """Let `local_path` return this folder for a name, also written as ./USER/NAME, which a path shortens to
+    USER/NAME."""
     _folders[str(Path(name))] = folder
 
 

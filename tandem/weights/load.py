@@ -16,8 +16,8 @@ from tandem.training.run_folder.starts import script_of
 
 DISCRIMINATOR = "discriminator"  # name in a checkpoint of the network that its model was trained against
 
-#: Models in a public file whose architecture a run takes, by its path and "best" or DISCRIMINATOR. The next load takes
-#: them from here, so that the file is read once.
+#: (path of a public file, "best" or DISCRIMINATOR) -> the model in it, kept after its architecture was read for a run.
+#: The next load takes it from here, so that the file is read once.
 READ: dict[tuple[Path, str], Any] = {}
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
@@ -31,9 +31,9 @@ def resolve(path: Path) -> tuple[str, Path]:
     from tandem.training.checkpoint.listing import latest_checkpoint
     from tandem.weights.formats.diffusers import diffusers_folder
 
-    from .hub import local
+    from .hub import local_path
 
-    path = local(path)
+    path = local_path(path)
     if folder := diffusers_folder(path):
         return "file", folder
     for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
@@ -47,11 +47,11 @@ def resolve(path: Path) -> tuple[str, Path]:
     raise ValueError(f"{path}: {reason}expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
-def load_model(path: str | Path, which: str = "best") -> Any:
-    """The model at ``path``, which may be of any kind that `find` knows, on the CPU and in eval mode.
+def load_model(path: str | Path, weights: str = "best") -> Any:
+    """The model at ``path``, which may be of any kind that `resolve` finds, on the CPU and in eval mode.
 
     Args:
-        which: Weights of a checkpoint or a public file: "ema" (their moving average), "online" (as trained), or "best",
+        weights: Those of a checkpoint or a public file: "ema" (their moving average), "online" (as trained), or "best",
             which means the average if there is one.
 
     Raises:
@@ -60,34 +60,34 @@ def load_model(path: str | Path, which: str = "best") -> Any:
     from tandem.io.published import check_has_one_set
     from tandem.models.base import build, class_of, read_config
     from tandem.training.checkpoint.models import model_in
-    from tandem.weights.formats.detection import format_of
+    from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(Path(path))
     if kind == "checkpoint":
-        return build(*model_in(location, which), location)
+        return build(*model_in(location, weights), location)
     if kind == "file":
-        return READ.pop((location, which), None) or format_of(location).load(location, which)
-    check_has_one_set(location, which)
+        return READ.pop((location, weights), None) or detect_format(location).load(location, weights)
+    check_has_one_set(location, weights)
     return class_of(read_config(location)[0], location).from_pretrained(location)
 
 
 @contextmanager
 def with_user_name(path: str | Path) -> Iterator[None]:
     """A context whose errors name a model of the Hub as its user does, and not its folder in the cache."""
-    from .hub import local
+    from .hub import local_path
 
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace(str(local(Path(path))), str(path))) from None
+        raise ValueError(str(error).replace(str(local_path(Path(path))), str(path))) from None
 
 
 class Trained(NamedTuple):
     """A model as scripts use it.
 
     model: In eval mode, on the CPU.
-    about: Its identity: "config", its class as "model" and its constructor arguments, and "weights_sha256", of the
-        files of its weights, or of the file that they would be.
+    about: Its identity: "config", which holds its class as "model" and its constructor arguments, and "weights_sha256",
+        the checksum of its files of weights, or of the file that save_pretrained would write.
     tokenizer: The file of its tokenizer; None for a model without one, or with that of CLIP.
     """
 
@@ -135,8 +135,8 @@ def init_model(
     cls: Any, args: argparse.Namespace, load_model: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
     """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
-    with those of --init_from, copied by ``load`` (default: ``cls.load_weights_from``). ``config``: of a model that
-    depends on more than the arguments."""
+    with those of --init_from, copied by ``load_model`` (default: ``cls.load_weights_from``). ``config``: the
+    configuration, if it depends on more than the arguments."""
     import torch
 
     from tandem.models import build_in_memory
@@ -149,8 +149,8 @@ def init_model(
 
 
 def newest_weights(path: Path) -> Path:
-    """The path itself, or for a run folder the model folder in it that is as new as its newest checkpoint, if there is
-    one; for a run of train_mulan.py best/."""
+    """The path itself; for a run folder its model/, if that is as new as the newest checkpoint, else for a run of
+    train_mulan.py its best/."""
     from tandem.models.base import CONFIG_FILE
 
     kind, location = resolve(path)
@@ -167,7 +167,7 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
     """Write a model folder of a model that came from ``source``: with its tokenizer's file, if it has one.
 
     Raises:
-        ValueError: one line, if the tokenizer is not to be found.
+        ValueError: one line, if the tokenizer cannot be found.
         OSError: one line, if the folder could not be written.
     """
     from tandem.data.tokenizers import FILE
@@ -183,7 +183,7 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
 
 def tokenizer_file(path: Path) -> Path | None:
     """The tokenizer.json that belongs to the MuLaN at ``path``; None for the tokenizer of CLIP, which has no file, for
-    a model without words, and for a public package's file, which does not name its tokenizer. Raises ValueError, in one
+    a model without texts, and for a public package's file, which does not name its tokenizer. Raises ValueError, in one
     line, if a checkpoint's tokenizer is gone."""
     from tandem.data.tokenizers import FILE, sha256_of_tokenizer
     from tandem.training.checkpoint.format import read_checkpoint
@@ -203,21 +203,21 @@ def tokenizer_file(path: Path) -> Path | None:
 
 
 def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
-    """The discriminator of the VQGAN at ``path``, as trained: in a public package's file or, with ``of_runs``, in a
-    checkpoint; None if there is none.
+    """The discriminator of the VQGAN at ``path``, as trained: in a public package's file or, with ``from_runs``, in
+    a checkpoint; None if there is none.
 
     Raises:
         ValueError: one line, if it is damaged or of another model.
     """
     from tandem.models.base import build
     from tandem.training.checkpoint.models import model_in
-    from tandem.weights.formats.detection import format_of
+    from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(path)
     if (location, DISCRIMINATOR) in READ:
         return READ.pop((location, DISCRIMINATOR))
     if kind == "file":
-        load_part = format_of(location).load_discriminator
+        load_part = detect_format(location).load_discriminator
         return load_part(location) if load_part else None
     return build(*model_in(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
 

@@ -1,4 +1,4 @@
-"""The run that trained a model: its folder, its arguments, and of which update the weights are."""
+"""The run that trained a model: its folder, its arguments, and the update after which the weights were saved."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tandem.training.run_folder.starts import script_of
 from .card import KINDS, Kind, public_settings
 
 
-def describe_origin(location: Path, kind: str, which: str) -> str:
-    """The update of the weights, and whether they are an average, as the end of a sentence; "" if it is not known."""
+def describe_origin(location: Path, kind: str, weights: str) -> str:
+    """The update of the weights, and whether they are a moving average, as the end of a sentence; "" if unknown."""
     from tandem.io.reading import read_json_or_empty
     from tandem.training.checkpoint.format import read_checkpoint
 
     if kind == "checkpoint":
-        is_average = which != "online" and bool(read_checkpoint(location, verify=False)[0].get("ema"))
+        is_average = weights != "online" and bool(read_checkpoint(location, verify=False)[0].get("ema"))
         state, step_text = "the moving average" if is_average else "as trained", location.name.removeprefix("step_")
         return f", {state} after update {int(step_text):,}" if step_text.isdecimal() else f", {state}"
     step = read_json_or_empty(location / "training.json").get("step")
     return f", after update {step:,}" if type(step) is int else ""
 
 
-def run_of(location: Path) -> Path | None:
-    """The run folder of a checkpoint or of a run's model; None if it is in none."""
+def find_run(location: Path) -> Path | None:
+    """The run folder of a checkpoint or of a run's model; None if it is in no run folder."""
     path = location.absolute()
     return next((folder for folder in path.parents[:2] if script_of(folder)), None)
 
 
-def arguments_of(run: Path) -> argparse.Namespace:
+def read_run_arguments(run: Path) -> argparse.Namespace:
     """The arguments of a run from its config.yaml, completed by defaults, with its `script` and `data_flag`. Raises
     ValueError, in one line, if this is no run folder, or it cannot be read."""
     from tandem.io.reading import read_yaml
@@ -56,7 +56,7 @@ def _supported_settings(config: dict[str, Any], parser: ArgumentParser) -> dict[
     return {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}
 
 
-def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
+def read_public_settings(run: Path, kind: Kind) -> dict[str, Any]:
     """The settings of a run's configuration that may be published; {} if it cannot be read."""
     from tandem.io.reading import read_yaml
 

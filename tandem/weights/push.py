@@ -10,7 +10,7 @@ from typing import Any
 
 from .card import CARD, KINDS, PICTURE, model_card, newest_picture
 from .load import load_model, resolve, write_model
-from .origin import describe_origin, run_of, settings_of
+from .origin import describe_origin, find_run, read_public_settings
 
 
 def add_push(command: Callable[..., Callable[..., Any]], weights: dict[str, Any]) -> None:
@@ -64,11 +64,11 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
             if (location / file).is_file():
                 write_atomically(folder / file, read_bytes(location / file, LONGEST_JSON_BYTES))
         return
-    run = run_of(location)
+    run = find_run(location)
     picture = newest_picture(run) if run and not args.no_picture else None
     if picture:
         write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_JSON_BYTES))
-    settings = settings_of(run, KINDS[name]) if run else {}
+    settings = read_public_settings(run, KINDS[name]) if run else {}
     count = sum(parameter.numel() for parameter in model.parameters())
     weights = f"{count:,} parameters{describe_origin(location, kind, args.weights)}"
     card = model_card(args.name, name, weights, KINDS[name], run, settings, picture is not None, __version__)

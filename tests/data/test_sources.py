@@ -25,7 +25,7 @@ from tests.data.sources import (
     Kind,
     N,
     Record,
-    RecordSource,
+    Source,
     by_position,
     captions,
     passes,
@@ -40,24 +40,24 @@ Passes = dict[str, list[dict]]
 
 
 @pytest.fixture(scope="module")
-def flags_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RecordSource], dict[str, Any]]:
+def flags_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Source], dict[str, Any]]:
     """Where the whole samples of a place are."""
     return cache(lambda source: source.written(tmp_path_factory.mktemp("sources") / "set"))
 
 
 @pytest.fixture(scope="module")
-def whole(flags_of: Callable[[RecordSource], dict[str, Any]]) -> Callable[[RecordSource], Passes]:
+def whole(flags_of: Callable[[Source], dict[str, Any]]) -> Callable[[Source], Passes]:
     """What one process sees of a place."""
     return cache(lambda source: passes(source.kind, flags_of(source), N_BATCHES))
 
 
 @pytest.fixture(params=SOURCES)
-def source(request: pytest.FixtureRequest) -> RecordSource:
+def source(request: pytest.FixtureRequest) -> Source:
     return SOURCES[request.param]
 
 
 @pytest.fixture(params=ON_DISK)
-def on_disk(request: pytest.FixtureRequest) -> RecordSource:
+def on_disk(request: pytest.FixtureRequest) -> Source:
     return SOURCES[request.param]
 
 
@@ -67,7 +67,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def test_each_epoch_is_another_shuffle_of_what_is_not_validated_and_each_place_of_a_batch_is_taken(
-    source: RecordSource, flags_of: Any, whole: Any
+    source: Source, flags_of: Any, whole: Any
 ) -> None:
     feed, seen = source.kind.feed(**flags_of(source)), whole(source)
     assert len(feed.valid_set) == N_VALID and sorted([*feed.train_set, *feed.valid_set]) == list(range(N))
@@ -102,7 +102,7 @@ def test_batches_depend_neither_on_processes_and_workers_nor_on_where_a_run_goes
 
 
 def test_what_is_loaded_is_drawn_by_seed_epoch_and_index_in_training_and_the_same_in_every_validation(
-    source: RecordSource, flags_of: Any, whole: Any
+    source: Source, flags_of: Any, whole: Any
 ) -> None:
     loaded, seen = source.kind.loaded, whole(source)
     first: dict[int, Any] = {}
@@ -206,7 +206,7 @@ def test_an_image_that_is_cut_off_is_trained_on_where_it_is_accepted(tmp_path: P
             assert {*ids(training(feed, 10))} == taken
 
 
-def test_the_fingerprint_is_that_of_a_copy_and_of_no_other_samples(on_disk: RecordSource, tmp_path: Path) -> None:
+def test_the_fingerprint_is_that_of_a_copy_and_of_no_other_samples(on_disk: Source, tmp_path: Path) -> None:
     """Rows of tables have no names: fewer of them are others."""
     others, prints = range(3) if on_disk.place in ("arrow", "parquet") else range(1, 5), []
     for place, numbers in enumerate((range(4), range(4), others)):

@@ -16,7 +16,7 @@ import evaluate
 
 def main(argv: Sequence[str]) -> None:
     what, *flags = argv
-    reconstructed, calls = evaluate.reconstructed, 0
+    reconstructed, calls = evaluate.reconstruct, 0
 
     def meeting(*given: Any) -> Any:
         nonlocal calls
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
             os.kill(os.getpid(), signal.Signals[what])
         return reconstructed(*given)
 
-    evaluate.reconstructed = meeting
+    evaluate.reconstruct = meeting
     evaluate.main(flags)
 
 

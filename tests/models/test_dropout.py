@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.models.layers.attention import Attention, FeedForward, Transformer
-from tandem.models.layers.dropout import derived, dropout
+from tandem.models.layers.dropout import derive_keys, dropout
 from tandem.training.noise import Noise
 from tests.models.helpers import some
 
@@ -38,7 +38,7 @@ def test_draws_depend_on_key_and_place_alone_and_not_on_the_sizes_around_them() 
     for row in range(3):
         assert torch.equal(dropout(torch.ones(1, 2, 9, 9), 0.5, some_keys()[row : row + 1])[0], whole[row])
     assert torch.equal(dropout(torch.ones(3, 2, 5, 7), 0.5, some_keys()), whole[:, :, :5, :7])
-    others = [some_keys(step=1), derived(some_keys(), 0), derived(some_keys(), 1), some_keys().flip(1)]
+    others = [some_keys(step=1), derive_keys(some_keys(), 0), derive_keys(some_keys(), 1), some_keys().flip(1)]
     for keys in (*others, some_keys() ^ torch.tensor([1, 0]), some_keys() ^ torch.tensor([0, 1])):
         raise_on_all_ranks = dropout(torch.ones(3, 2, 90, 90), 0.5, keys) == dropout(
             torch.ones(3, 2, 90, 90), 0.5, some_keys()
@@ -59,8 +59,8 @@ def test_attention_drops_weights_and_outputs_and_the_feed_forward_its_inner_numb
     q, k, v = module.to_qkv(module.norm(x)).view(2, 5, 3, 3, 4).permute(2, 0, 3, 1, 4)
     q, k = (part / part.norm(dim=-1, keepdim=True) for part in (q, k))
     weights = (8 * q @ k.mT + bias).softmax(dim=-1)
-    kept = dropout(torch.ones(2, 3, 5, 5), 0.4, derived(keys, 0))
-    of_output = dropout(torch.ones(2, 5, 12), 0.4, derived(keys, 1))
+    kept = dropout(torch.ones(2, 3, 5, 5), 0.4, derive_keys(keys, 0))
+    of_output = dropout(torch.ones(2, 5, 12), 0.4, derive_keys(keys, 1))
     out = module.to_out((weights * kept @ v).transpose(1, 2).flatten(2)) * of_output
     torch.testing.assert_close(module(x, bias, keys), out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(module(x, bias), Attention.forward(module, x, bias, None))
@@ -78,7 +78,7 @@ def test_layers_drop_differently() -> None:
         some(2, 5, 8),
     )
     for index, output in enumerate(module(x, None, keys)):
-        of_layer = derived(keys, index)
-        x = x + module.attention[index](x, None, derived(of_layer, 0))
-        x = x + module.feed_forward[index](x, derived(of_layer, 1))
+        of_layer = derive_keys(keys, index)
+        x = x + module.attention[index](x, None, derive_keys(of_layer, 0))
+        x = x + module.feed_forward[index](x, derive_keys(of_layer, 1))
         assert torch.equal(output, x)

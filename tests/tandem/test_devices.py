@@ -73,7 +73,7 @@ def test_contrastive_losses_need_no_fp64(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_schedule_goes_to_a_device_without_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Schedule.named("cosine", 100)
+    here = Schedule.from_name("cosine", 100)
     monkeypatch.setattr(devices, "has_fp64", lambda device: False)
     there = here.to("cpu")
     assert there.alpha.dtype == torch.float32 and here.alpha.dtype == torch.float64

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.distributed.base import Options
 from tandem.distributed.errors import UserMistake
-from tandem.io.installed import shipped
+from tandem.io.installed import find_shipped_file
 from tandem.io.reading import counted, parse_json, read_bytes
 
 AUTO = "auto"
@@ -60,7 +60,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     try:
         hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _refuse_name, "parse_float": _finite_float}
-        config = parse_json(read_bytes(shipped(path), _LONGEST_BYTES), **hooks)
+        config = parse_json(read_bytes(find_shipped_file(path), _LONGEST_BYTES), **hooks)
     except OSError as error:
         raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
     except ValueError as error:

@@ -31,16 +31,16 @@ QUANTIZERS = {
     "bsq": "binary spherical",
     "ibq": "index backpropagation",
 }
-#: The same for models whose latents may be continuous.
+#: Short descriptions of the choices for models whose latents may also be continuous, by name.
 LATENTS = {**QUANTIZERS, "kl": "or no codes: continuous latents"}
-# Defaults of a quantizer that differ from those of the flags: those of its authors.
+# Values of flags that a quantizer has by default in its authors' code, where they differ from the flags' defaults.
 _QUANTIZER_DEFAULTS: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
 # High enough to keep trained entries: at 0.8, an entry that no vector chooses in 21 updates is revived elsewhere.
 _LOADED_VQ_DECAY = 0.99
-_ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # those that have an entropy loss
+_ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # the quantizers with an entropy loss
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -119,8 +119,8 @@ class QuantizerConfig(ModelConfig):
     diversity_gamma: float = flag(
         1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, requires=_ENTROPY
     )
-    # The public implementations of LFQ have 100: bits beyond +-0.01 then get no gradient of the entropies, and one that
-    # starts there stays as it is. 10 gave better images on photos, of more codes (docs/quantizers.md).
+    # Public implementations of LFQ use 100: the entropies then have no gradient for channels beyond +-0.01, so a bit
+    # that starts there never changes. On photos, 10 gave better images and more codes in use (docs/quantizers.md).
     inv_temperature: float = flag(
         10.0,
         "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
@@ -139,7 +139,7 @@ class QuantizerConfig(ModelConfig):
 
 @dataclass
 class QuantizerLossFlags:
-    """Weights of a quantizer's losses. They are no arguments of a model."""
+    """Flags of the weights of a quantizer's losses, which are no arguments of the model."""
 
     commitment_loss_weight: float = flag(
         0.25,

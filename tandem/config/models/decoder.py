@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
+from tandem.config.cascades import (
+    CONDITIONED_ON_IMAGE,
+    CONDITIONED_ON_TEXT,
+    ONE_EACH,
+    SAME_FOR_ALL,
+    SEVERAL_UNETS,
+    expand_per_unet,
+    per_unet,
+)
 from tandem.config.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
 from tandem.config.fields import ModelConfig, Requirement, flag, flags_of, when
 
@@ -30,7 +38,8 @@ LOWRES_CONDITIONS = ("noise", "blur", "none")
 
 @dataclass
 class UnetConfig(ModelConfig):
-    """Configuration of a `Unet`. Once it is from_dict, `num_resnet_blocks` and `self_attn` have a value for each level.
+    """Configuration of a `Unet`. In an instance, dim_mults, num_resnet_blocks and self_attn have a value for each
+    level.
 
     Args:
         dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
@@ -56,7 +65,7 @@ class UnetConfig(ModelConfig):
         lowres_noise_cond: ... and on the noise level of that image.
         learned_variance: The output has twice the channels, the second half for the variance.
         gradient_checkpointing: In training, compute blocks and attention again in the backward pass instead of keeping
-            what is inside of them: less memory, the same bits, a third more time.
+            their activations; less memory, the same bits, a third more time.
 
     Raises:
         ValueError: one line, if a value is out of range or does not fit another one.
@@ -93,14 +102,18 @@ class UnetConfig(ModelConfig):
                 raise ValueError(f"{name} {value}: give a whole number of at least 1")
         if self.dim % 2 or self.dim < 4:
             raise ValueError(f"dim {self.dim}: give an even number of channels of at least 4")
-        for name, least, most in (("dim_mults", 1, math.inf), ("num_resnet_blocks", 0, math.inf), ("self_attn", 0, 1)):
+        for name, minimum, maximum in (
+            ("dim_mults", 1, math.inf),
+            ("num_resnet_blocks", 0, math.inf),
+            ("self_attn", 0, 1),
+        ):
             values = getattr(self, name)
             if (
                 not isinstance(values, (list, tuple))
                 or not values
-                or not all(_is_whole(element, least) and element <= most for element in values)
+                or not all(_is_whole(element, minimum) and element <= maximum for element in values)
             ):
-                limits = f"{least} or {most}" if most == 1 else f"whole numbers of at least {least}"
+                limits = f"{minimum} or {maximum}" if maximum == 1 else f"whole numbers of at least {minimum}"
                 raise ValueError(f"{name} {values}: give {limits}, for each level, finest first")
             levels = len(self.dim_mults)
             if len(values) not in (1, levels):
@@ -123,7 +136,8 @@ class DecoderConfig(RecomputingConfig):
 
     Args:
         image_embed_dim, text_embed_dim: Widths of the conditions of the first Unet; None for those that it lacks.
-        clip: {"name", "weights", "sha256"} of the CLIP that computed it in training (`Clip.origin`); None if none did.
+        clip: {"name", "weights", "sha256"} of the CLIP that computed the conditions in training (`Clip.origin`);
+            None if they were stored.
     """
 
     image_sizes: list[int] = flag(
@@ -172,7 +186,7 @@ class DecoderConfig(RecomputingConfig):
         "entries of about 1",
         non_negative_float,
         architecture=True,
-        requires=BY_IMAGE,
+        requires=CONDITIONED_ON_IMAGE,
     )
     max_text_len: int = flag(
         256,
@@ -180,7 +194,7 @@ class DecoderConfig(RecomputingConfig):
         size,
         metavar="TOKENS",
         architecture=True,
-        requires=BY_TEXT,
+        requires=CONDITIONED_ON_TEXT,
     )
     noise_schedule: list[str] = per_unet(
         ["cosine"],
@@ -208,7 +222,7 @@ class DecoderConfig(RecomputingConfig):
         "how an upsampling Unet's condition is degraded in training, so that it tolerates errors of the Unet before",
         choices=LOWRES_CONDITIONS,
         fixed_on_resume=True,
-        requires=SEVERAL,
+        requires=SEVERAL_UNETS,
     )
     lowres_noise_level: float = flag(
         0.2,
@@ -227,14 +241,14 @@ class DecoderConfig(RecomputingConfig):
             names = self.clip if isinstance(self.clip, dict) else {}
             if names.keys() != _CLIP_KEYS or not all(isinstance(text, str) and text for text in names.values()):
                 raise ValueError(f"clip {str(self.clip)[:80]}: it has to say {', '.join(sorted(_CLIP_KEYS))} of a CLIP")
-        spread(type(self), self)
+        expand_per_unet(type(self), self)
         self.cond_dim = self.cond_dim or list(self.dim)
         for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
             lists = getattr(self, name)
             setattr(self, name, [levels[:1] if len(set(levels)) == 1 < len(levels) else levels for levels in lists])
 
     @classmethod
-    def of_data(
+    def from_data(
         cls, args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None
     ) -> DecoderConfig:
         """The configuration in a run's arguments, for data of these widths.
@@ -260,15 +274,15 @@ class DecoderConfig(RecomputingConfig):
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
-            spread(cls, args)
+            expand_per_unet(cls, args)
             config = DecoderConfig.from_args(args)
             for _, name, _, _ in flags_of(DecoderConfig):
                 setattr(args, name, getattr(config, name))
         except ValueError as error:
             parser.error(str(error))
         if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):
-            sides = " ".join(map(str, args.image_sizes))
-            parser.error(f"--image_sizes {sides}: give them ascending, the smallest first")
+            sizes_text = " ".join(map(str, args.image_sizes))
+            parser.error(f"--image_sizes {sizes_text}: give them ascending, the smallest first")
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
@@ -288,13 +302,13 @@ class DecoderConfig(RecomputingConfig):
                 **{name: getattr(self, name)[index] for name in _PER_UNET},
                 **{name: name in switches for name in _SWITCHES},  # type: ignore[arg-type]
                 **(others if index else first), max_text_len=self.max_text_len, image_embed_scale=scale,
-                learned_variance=bool(is_learned), gradient_checkpointing=self.gradient_checkpointing,
+                learned_variance=bool(learns_variance), gradient_checkpointing=self.gradient_checkpointing,
             )
-            for index, (switches, is_learned) in enumerate(zip(self.switches, self.learned_variance, strict=True))
+            for index, (switches, learns_variance) in enumerate(zip(self.switches, self.learned_variance, strict=True))
         ]  # fmt: skip
 
 
-#: Of flags that only guidance needs.
+#: Requirements of the flags of guidance.
 CONDITIONAL = Requirement("condition_on", "image or text", lambda args: bool(getattr(args, "condition_on", True)))
 GUIDED = Requirement("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
 
@@ -341,5 +355,5 @@ class Sampling(ModelConfig):
             parser.error("--guidance_interval: the first number has to be the smaller one")
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

@@ -31,15 +31,15 @@ _TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # requirements: t
 _BANDS = (when("spectrogram", "log_mel"), _AUDIO)
 _MUSICLM_FIXED = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
 _MUSICLM_WINDOWS = {"n_fft": 128, "win_length": 24, "hop_length": 12}
-#: Arguments that a file of musiclm-pytorch lacks.
-NOT_IN_FILE = ("sample_rate", "n_fft", "hop_length")
+#: Arguments of the model that a file of musiclm-pytorch does not hold.
+NOT_IN_MUSICLM_FILE = ("sample_rate", "n_fft", "hop_length")
 
 
 @dataclass
 class MuLaNConfig(RecomputingConfig):
-    """Configuration of a `MuLaN`. Sizes of a tower that are None take the value for both towers, and the window that of
-    the Fourier transform. `text_tower` and `audio_tower` are the configurations of a `PretrainedTextTower` and a
-    `PretrainedAudioTower`, which then decide sizes, vocabulary and spectrogram.
+    """Configuration of a `MuLaN`. If heads or dim_head of a tower are None, they are those for both towers; a
+    win_length of None is n_fft. `text_tower` and `audio_tower` are the configurations of a `PretrainedTextTower` and a
+    `PretrainedAudioTower`, from which sizes, vocabulary and spectrogram then follow.
 
     Raises:
         ValueError: one line, if a tower has no configuration that is possible.
@@ -218,17 +218,18 @@ class MuLaNConfig(RecomputingConfig):
         for name in ("text_tower", "audio_tower"):
             if model.get(name) and not getattr(args, name):
                 raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
-        shape = super().architecture_of(model, args)
-        shape |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
-        if "assumed" in model:  # a file of musiclm-pytorch lacks these: then the flags give them
-            shape["clip_seconds"] = model["clip_seconds"]
-            return {name: value for name, value in shape.items() if name not in args.explicit.intersection(NOT_IN_FILE)}
-        return shape
+        arguments = super().architecture_of(model, args)
+        arguments |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
+        if "assumed" in model:  # a file of musiclm-pytorch: flags may set what it lacks
+            arguments["clip_seconds"] = model["clip_seconds"]
+            set_by_flags = args.explicit.intersection(NOT_IN_MUSICLM_FILE)
+            return {name: value for name, value in arguments.items() if name not in set_by_flags}
+        return arguments
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Set the values of the layout "musiclm": its windows, unless one is given, and the fixed ones. Fill in the
-        sizes that are not given."""
+        """For the layout "musiclm", set its fixed values, and its windows unless a flag sets one. Fill in the sizes
+        that no flag sets."""
         if args.layout == "musiclm":
             windows = {} if args.explicit & _MUSICLM_WINDOWS.keys() else _MUSICLM_WINDOWS
             for name, value in {**_MUSICLM_FIXED, **windows}.items():
@@ -238,7 +239,7 @@ class MuLaNConfig(RecomputingConfig):
         for _, name, _, _ in flags_of(MuLaNConfig):
             setattr(args, name, getattr(config, name))
 
-    def transformer(self, tower: str) -> dict[str, Any]:
+    def tower_arguments(self, tower: str) -> dict[str, Any]:
         """Arguments of the `Transformer` of the "audio" or the "text" tower."""
         sizes = {name: getattr(self, f"{tower}_{name}") for name in ("dim", "depth", "heads", "dim_head")}
         dropout = {"attn_dropout": self.attn_dropout, "ff_dropout": self.ff_dropout}
@@ -247,9 +248,9 @@ class MuLaNConfig(RecomputingConfig):
     def check(self) -> None:
         """Raise a ValueError, in one line that names the field, if there is no such model."""
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1
-            if str(field.type).startswith("int") and (type(value) is not int or value < least):
-                raise ValueError(f"{field.name} {value!r} is not a whole number of at least {least}")
+            value, minimum = getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1
+            if str(field.type).startswith("int") and (type(value) is not int or value < minimum):
+                raise ValueError(f"{field.name} {value!r} is not a whole number of at least {minimum}")
         check_choices(self)
         for _, name, spec, _ in flags_of(type(self)):
             if spec.convert is fraction and not 0 <= (value := getattr(self, name)) < 1:
@@ -265,8 +266,8 @@ class MuLaNConfig(RecomputingConfig):
         visible = (1 - self.time_mask_fraction) * (1 - self.frequency_mask_fraction)
         if visible <= self.patch_dropout:
             problem = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
-            lower = "lower it, time_mask_fraction or frequency_mask_fraction"
-            raise ValueError(f"patch_dropout {self.patch_dropout}: {problem}; {lower}")
+            advice = "lower it, time_mask_fraction or frequency_mask_fraction"
+            raise ValueError(f"patch_dropout {self.patch_dropout}: {problem}; {advice}")
         if not 0 < self.init_temperature <= MAX_SCALE:
             raise ValueError(f"init_temperature {self.init_temperature} is not in (0, {MAX_SCALE:g}]")
         if not math.isfinite(self.init_bias):
@@ -282,9 +283,9 @@ class MuLaNConfig(RecomputingConfig):
                 raise ValueError(f"{name} {str(tower)[:40]!r} is no configuration of a tower")
         if not text and not audio:
             return
-        if text and self.max_text_tokens > (most := max_tokens(text)):
-            longest = f"the text tower takes up to {most} tokens"
-            raise ValueError(f"max_text_tokens {self.max_text_tokens}: {longest}; lower it")
+        if text and self.max_text_tokens > (tower_tokens := max_tokens(text)):
+            tower_limit = f"the text tower takes up to {tower_tokens} tokens"
+            raise ValueError(f"max_text_tokens {self.max_text_tokens}: {tower_limit}; lower it")
         if audio and self.sample_rate != SAMPLE_RATE:
             raise ValueError(
                 f"sample_rate {self.sample_rate}: the audio tower hears sounds of {SAMPLE_RATE} Hz; use that"
@@ -293,7 +294,7 @@ class MuLaNConfig(RecomputingConfig):
 
 @dataclass
 class TowerFlags:
-    """Files of pretrained towers. They are no arguments of a model."""
+    """Flags for the files of pretrained towers, whose configurations are fields of `MuLaNConfig`."""
 
     text_tower: str | None = flag(
         None,

@@ -98,7 +98,7 @@ class LatentConfig(ModelConfig):
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         """Without a measured scale: the run goes on measuring, from the averages in the weights."""
-        return super().architecture_of(unmeasured(model), args)
+        return super().architecture_of(without_measured_scale(model), args)
 
 
 def check_scale(config: LatentConfig) -> None:
@@ -112,7 +112,7 @@ def check_scale(config: LatentConfig) -> None:
         raise ValueError(f"scaling_factor {config.scaling_factor}: it has to be above 0")
 
 
-def unmeasured(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_measured_scale(config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a model from config.json, without the scale if the model has measured it itself."""
     config = dict(config)
     return {**config, "scaling_factor": None, "shift_factor": None} if config.pop(MEASURED, False) else config

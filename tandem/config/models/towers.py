@@ -1,5 +1,5 @@
-"""Configurations of published encoders that are towers of MuLan, and their checks: see
-`models.audio_text.pretrained_towers`."""
+"""Configurations of published encoders that serve as towers of MuLan (`models.audio_text.pretrained_towers`), and their
+checks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FIELDS = (
 SAMPLE_RATE = 16000
 
 
-def patches_of(config: Mapping[str, Any]) -> int:
-    """Number of patches, which may overlap, of a clip of an audio tower."""
+def count_patches(config: Mapping[str, Any]) -> int:
+    """Number of patches of a clip's spectrogram for an audio tower; with strides below patch_size they overlap."""
     patch = config["patch_size"]
     rows = (config["num_mel_bins"] - patch) // config["frequency_stride"] + 1
     return rows * ((config["max_length"] - patch) // config["time_stride"] + 1)
@@ -37,7 +37,7 @@ def max_tokens(config: Mapping[str, Any]) -> int:
 
 
 def first_position(config: Mapping[str, Any]) -> int:
-    """The position of the first token: RoBERTa's begin after that of the padding."""
+    """The position of the first token; RoBERTa numbers positions from pad_token_id + 1."""
     return 1 + config["pad_token_id"] if "roberta" in config["model_type"] else 0
 
 
@@ -56,9 +56,11 @@ def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
     if not isinstance(eps, int | float) or not 0 < eps < 1:
         raise ValueError(f"layer_norm_eps {eps!r} of a tower is not in (0, 1)")
     if "roberta" in config["model_type"]:
-        padding, most = config.get("pad_token_id"), config["max_position_embeddings"] - 2
-        if type(padding) is not int or not 0 <= padding <= most:
-            raise ValueError(f"pad_token_id {padding!r} of a RoBERTa of {most + 2} positions is not in 0 ... {most}")
+        padding, max_padding = config.get("pad_token_id"), config["max_position_embeddings"] - 2
+        if type(padding) is not int or not 0 <= padding <= max_padding:
+            raise ValueError(
+                f"pad_token_id {padding!r} of a RoBERTa of {max_padding + 2} positions is not in 0 ... {max_padding}"
+            )
     if kinds is AUDIO_KINDS:
         if config["patch_size"] > min(config["num_mel_bins"], config["max_length"]):
             raise ValueError(f"a patch of {config['patch_size']} is larger than a spectrogram of this tower")

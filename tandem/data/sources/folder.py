@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from tandem.io.reading import DAMAGES, counted, printable
+from tandem.io.reading import READ_ERRORS, counted, printable
 
 from .index import Dependencies, IndexData, PackedStrings, cached_index, fingerprint_of, largest, status_of
 from .record import FieldSpec, FileRef, Record
@@ -61,7 +61,7 @@ class FolderSource:
         try:
             self._spellings = [*map(str, index.facts["spellings"])]
             self.skipped = skipped_line("file", repr(folder), *index.facts["skipped"])
-        except DAMAGES:
+        except READ_ERRORS:
             raise index.damaged() from None
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.io.reading import DAMAGES, open_regular, parse_json
+from tandem.io.reading import READ_ERRORS, open_regular, parse_json
 from tandem.io.writing import create, open_appending, replacing
 
 from .files import is_url
@@ -107,7 +107,7 @@ class Index:
     of a machine. Raises ValueError, in one line, where it cannot be read."""
 
     def __init__(self, content: BinaryIO | bytes, path: str) -> None:
-        """`path` is that of the file. Raises what `DAMAGES` has if this is no index."""
+        """`path` is that of the file. Raises what `READ_ERRORS` has if this is no index."""
         self._content, self._path = content, path
         self.header = self._pread(_LONGEST_HEADER, 0).partition(b"\n")[0]
         header = parse_json(self.header)
@@ -173,7 +173,7 @@ def _reopen(path: str, header: bytes) -> Index:
         index = Index(open_regular(path), path)
         if index.header == header:
             return index
-    except DAMAGES:
+    except READ_ERRORS:
         pass
     raise ValueError(f"the list of samples {path!r} was damaged or replaced: start again")
 
@@ -325,7 +325,7 @@ def _read_cache(cache: str, path: str, key: list[Any], depends: str) -> Index | 
         index = Index(file, cache)
         if (index.key, index.depends) == (key, depends) and _is_unchanged(path, index.strings(_DEPENDENCIES)):
             return index
-    except DAMAGES:
+    except READ_ERRORS:
         pass
     file.close()
     return None

@@ -26,7 +26,7 @@ import numpy as np
 
 from tandem.data.bad_samples import reason_of
 from tandem.io.installed import missing_package
-from tandem.io.reading import DAMAGES, LONGEST_BEGINNING, check_regular, other_kind, read_json
+from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, other_kind, read_json
 
 from . import remote
 from .files import is_url, redact
@@ -64,7 +64,7 @@ def saved_files(folder: str) -> Files | None:
         splits = [*map(str, read_json(splits_path)["splits"])] if os.path.isfile(splits_path) else []
         state = read_json(state_path) if os.path.isfile(state_path) else {"_data_files": []}
         files = [str(file["filename"]) for file in state["_data_files"]]
-    except DAMAGES as error:
+    except READ_ERRORS as error:
         reason = f"cannot read {state_path!r} or {splits_path!r}: {type(error).__name__}, {reason_of(error)}"
         raise ValueError(f"{reason}: save the dataset again") from None
     if splits:
@@ -335,7 +335,7 @@ def _errors_in_one_line(failure: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, *DAMAGES) as error:
+    except (pa.ArrowException, *READ_ERRORS) as error:
         raise ValueError(f"{failure}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
 
 
@@ -362,7 +362,7 @@ def _read_features(schema: Any) -> Mapping[str, Mapping[str, Any]]:
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, Mapping)}
-    except DAMAGES:
+    except READ_ERRORS:
         return {}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.data.bad_samples import reason_of
-from tandem.io.reading import DAMAGES, counted, other_kind
+from tandem.io.reading import READ_ERRORS, counted, other_kind
 
 from .files import RandomAccessFile, is_url
 from .folder import about_skipped, ending_of, skipped_line
@@ -82,7 +82,7 @@ class TarSource:
             lines = [skipped, skipped_line("member", str(self), *index.facts["skipped"])]
             for end, (count, first) in index.facts["ends"].items():
                 lines.append(f"{counted(count, 'tar')} {end}: {'such as ' if count > 1 else ''}{self.paths[first]!r}")
-        except DAMAGES:
+        except READ_ERRORS:
             raise index.damaged() from None
         self.skipped = "; ".join(filter(None, lines))
         if not len(self):

@@ -78,12 +78,12 @@ class OutputFolder:
         """Make, lock and claim the folder. Raises OSError and ValueError."""
         lock = self.path / ".lock"
         if fresh and self.path.is_dir():
-            with writing.hold(lock, self.processes.heartbeat):
+            with writing.acquire_lock(lock, self.processes.heartbeat):
                 old_folder = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
             line = f"starting over; what was in {self.path} is in {old_folder}"
             self.say(line if old_folder else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = writing.hold(lock, self.processes.heartbeat)
+        self._lock = writing.acquire_lock(lock, self.processes.heartbeat)
         self._claim()
 
     def _claim(self) -> None:

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tandem.data.bad_samples import BadSample, BadSampleLog, reason_of
-from tandem.io.reading import DAMAGES, LONGEST_JSON_BYTES, check_regular, parse_json, read_bytes, read_lines
+from tandem.io.reading import LONGEST_JSON_BYTES, READ_ERRORS, check_regular, parse_json, read_bytes, read_lines
 
 from .output import OutputFolder, json_bytes
 
@@ -35,7 +35,7 @@ INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 COUNT = "code_frames"  # key of the number of rows of an item that has several
 PARTIAL = "partial"  # key of the reason why only a part of an item's file is read
 GRID = "grid"  # key of an item's own shape of rows: then a row is a single number
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, SafetensorError)
 _MOST_NUMBERS = 1 << 29  # of a shard
 
 Array = npt.NDArray[Any]
@@ -97,7 +97,7 @@ class ShardWriter:
             if processes.rank == 0:  # this reads all existing shards
                 for k in range(len(self)):
                     processes.heartbeat("checking the shards", is_uninterrupted=True)
-                    with contextlib.suppress(*_DAMAGES):
+                    with contextlib.suppress(*_READ_ERRORS):
                         bad_by_shard[k] = self._check_shard(k)
         missing = processes.broadcast_object([k for k in range(len(self)) if k not in bad_by_shard])
         if not missing:
@@ -146,8 +146,8 @@ class ShardWriter:
             return parse_json(file.metadata()["about"].encode())
 
     def _check_shard(self, shard: int) -> list[BadSample]:
-        """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
-        shard, or it does not agree with its metadata."""
+        """The items of a shard that could not be read, by relative path. Raises one of `_READ_ERRORS` if there is no
+        such shard, or it does not agree with its metadata."""
         metadata = self._read_metadata(shard)
         count, empty = _count_rows(metadata["notes"]), self.columns(self._empty, [], [])
         shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
@@ -277,7 +277,7 @@ def explain_errors(path: Path) -> Iterator[None]:
     """Turn the errors of a damaged file of a store into a ValueError of one line that names `path`."""
     try:
         yield
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         reason = " ".join(reason_of(error).split())[:200] or type(error).__name__
         raise ValueError(f"cannot read {path}: {reason}; make it again") from None
 

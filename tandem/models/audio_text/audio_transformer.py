@@ -106,8 +106,8 @@ class AudioTransformer(nn.Module):
         self.layers = output_layers(config.audio_depth, config.hierarchical_layers, config.hierarchical_spacing)
         self.embed = PatchEmbedding(config.patch_size, dim, has_levels=is_ours)
         hidden = max(32, dim // 4) if is_ours else dim // 4
-        self.relative_bias = RelativePositionBias(config.transformer("audio")["heads"], hidden, is_log=is_ours)
-        self.transformer = Transformer(**config.transformer("audio"))
+        self.relative_bias = RelativePositionBias(config.tower_arguments("audio")["heads"], hidden, is_log=is_ours)
+        self.transformer = Transformer(**config.tower_arguments("audio"))
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:

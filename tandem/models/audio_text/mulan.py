@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.models.mulan import MAX_SCALE, MuLaNConfig
-from tandem.config.models.towers import patches_of
+from tandem.config.models.towers import count_patches
 from tandem.models.base import Pretrained
 from tandem.models.layers.attention import at_least_fp32, l2_normalize
-from tandem.models.layers.dropout import derived
+from tandem.models.layers.dropout import derive_keys
 
 from .audio_transformer import AudioTransformer
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
 from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower
 from .text_transformer import TextTransformer
 
-# The numbers that one clip may take: 1 GiB in fp32.
-_MOST_NUMBERS = 1 << 28
+# The most elements of all tensors for one clip: 1 GiB in fp32.
+_MAX_ELEMENTS = 1 << 28
 
-# Numbers for each weight of attention with dropout: logits, weights, those that are left, and words of 64 bits.
-_NUMBERS_OF_DROPOUT = 8
+# Elements in memory for each attention weight with dropout: logit, weight, weight after dropout, 64-bit random words.
+_DROPOUT_ELEMENTS = 8
 
 
 class MulanOutput(NamedTuple):
@@ -78,10 +78,10 @@ class MuLaN(Pretrained):
     The length of the clips to train on sets only `noise_size`: any length can be encoded. Each of `hierarchical_layers`
     below the final output has its own linear map, temperature and bias (Shukor et al. 2022, "ViCHA").
 
-    With the layout "musiclm" it computes what the MuLaN of musiclm-pytorch 0.2.8 does (`weights.formats.musiclm`), on
-    which its MusicLM can be conditioned: spectrograms are raw powers, and mirrored at the ends; the level of a patch is
-    lost when it is normalised; positions have other frequencies; displacements between patches are not compressed; the
-    token 0 is padding wherever it stands; intermediate layers are spaced evenly from the first one on.
+    The layout "musiclm" computes the same as the MuLaN of musiclm-pytorch 0.2.8 (`weights.formats.musiclm`), so that
+    its MusicLM can be conditioned on it: spectrograms are raw powers, and mirrored at the ends; patches are normalised
+    and lose their level; positions have other frequencies; displacements between patches are not compressed; every
+    token 0 is padding; intermediate layers are spaced evenly from the first one on.
 
     Raises:
         ValueError: one line that names the field of the configuration.
@@ -96,13 +96,13 @@ class MuLaN(Pretrained):
         config.check()
         self.config = config.to_dict()
         # Whether CLIP's tokenizer marks the start and the end of a text; musiclm-pytorch has no marks.
-        self.marks_texts = config.layout == "tandem"
+        self.adds_text_marks = config.layout == "tandem"
         self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
         self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
-        self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MOST_NUMBERS))
+        self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MAX_ELEMENTS))
         if not config.audio_tower and self.frontend.bands < config.patch_size:
-            patch = f"patch_size {config.patch_size} is larger than"
-            raise ValueError(f"{patch} the {self.frontend.bands} bands of a spectrogram")
+            problem = f"patch_size {config.patch_size} is larger than"
+            raise ValueError(f"{problem} the {self.frontend.bands} bands of a spectrogram")
         self._check_clip()
         self._check_caption()
         tower_options = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
@@ -126,38 +126,38 @@ class MuLaN(Pretrained):
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
 
     def _check_clip(self) -> None:
-        """Set `clip_numbers`, the count of numbers that a clip of clip_seconds takes at once: its samples, its spectrum
-        and the distances of its patches. Raise a ValueError if there are too many."""
+        """Set `clip_elements`, the number of tensor elements that a clip of clip_seconds takes at once: its samples,
+        its spectrum and its attention weights. Raise a ValueError if there are too many."""
         config, frames = self.config, self.frontend.frames(self.clip_samples)
         tower = config["audio_tower"]
         if tower and frames > tower["max_length"]:
-            longest = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
-            raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {longest}; use shorter clips")
+            limit = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
+            raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {limit}; use shorter clips")
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
-        weights = config["audio_heads"] * (patches_of(tower) if tower else patches) ** 2
-        self.clip_numbers = self.clip_samples + frames * (config["n_fft"] + 2) + weights
-        dropout_numbers = (_NUMBERS_OF_DROPOUT - 1) * weights if config["attn_dropout"] and not tower else 0
-        if self.clip_numbers + dropout_numbers >= _MOST_NUMBERS:
-            clip = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
+        weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
+        self.clip_elements = self.clip_samples + frames * (config["n_fft"] + 2) + weights
+        dropout_numbers = (_DROPOUT_ELEMENTS - 1) * weights if config["attn_dropout"] and not tower else 0
+        if self.clip_elements + dropout_numbers >= _MAX_ELEMENTS:
+            problem = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
             raise ValueError(
-                f"{clip} takes more than {4 * _MOST_NUMBERS / 1e9:.2g} GB, because attention compares each patch with "
-                "each: use shorter clips, a longer hop_length or a larger patch_size"
+                f"{problem} takes more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB, because attention compares each patch "
+                "with each: use shorter clips, a longer hop_length or a larger patch_size"
             )
 
     def _check_caption(self) -> None:
         """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
         config = self.config
         weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
-        if config["attn_dropout"] and not config["text_tower"] and _NUMBERS_OF_DROPOUT * weights >= _MOST_NUMBERS:
-            caption = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
-            raise ValueError(f"{caption} {4 * _MOST_NUMBERS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
+        if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * weights >= _MAX_ELEMENTS:
+            problem = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
+            raise ValueError(f"{problem} {4 * _MAX_ELEMENTS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Whether training needs the `keys` of `forward`."""
         config = self.config
-        has_own = not (config["audio_tower"] and config["text_tower"])
-        return has_own and max(config["attn_dropout"], config["ff_dropout"]) > 0
+        has_own_tower = not (config["audio_tower"] and config["text_tower"])
+        return has_own_tower and max(config["attn_dropout"], config["ff_dropout"]) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `nn.Module.compile` does."""
@@ -190,7 +190,7 @@ class MuLaN(Pretrained):
         """
         if keys is not None and keys.shape != (len(waveforms), 2):
             raise ValueError(f"keys of shape {tuple(keys.shape)}: {len(waveforms)} pairs take ({len(waveforms)}, 2)")
-        audio_keys, text_keys = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
+        audio_keys, text_keys = (None, None) if keys is None else (derive_keys(keys, 0), derive_keys(keys, 1))
         audio, text = self._audio_latents(waveforms, noise, audio_keys), self._text_latents(tokens, lengths, text_keys)
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
@@ -214,9 +214,9 @@ class MuLaN(Pretrained):
         if noise is not None:
             expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
             if noise.shape != expected:
-                clips = f"{expected[0]} clips of {waveforms.shape[1]} samples take {expected}"
+                problem = f"{expected[0]} clips of {waveforms.shape[1]} samples take {expected}"
                 hint = "train on clips of clip_seconds and use noise_size"
-                raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {hint}")
+                raise ValueError(f"noise of shape {tuple(noise.shape)}: {problem}; {hint}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
             spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
         return self.audio_latents(self.audio(spectrograms, noise, keys))

@@ -28,7 +28,7 @@ class TextTransformer(nn.Module):
         self.tokens = nn.Embedding(self.vocab_size, dim)
         self.positions = nn.Embedding(self.max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))
-        self.transformer = Transformer(**config.transformer("text"))
+        self.transformer = Transformer(**config.tower_arguments("text"))
         self.layers = output_layers(config.text_depth, config.hierarchical_layers, config.hierarchical_spacing)
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
         for weight in (self.tokens.weight, self.positions.weight, self.cls):

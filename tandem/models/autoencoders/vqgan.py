@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from tandem.config.models.autoencoders import VQGANConfig, check_choices
-from tandem.config.models.taming import MEASURED, TAMING, check_scale, unmeasured
+from tandem.config.models.taming import MEASURED, TAMING, check_scale, without_measured_scale
 from tandem.models.layers.convolutional import (
     Autoencoder,
     ResBlock,
@@ -26,7 +26,7 @@ from tandem.models.layers.convolutional import (
 )
 from tandem.models.layers.recompute import recomputed
 from tandem.models.quantizers import make_quantizer
-from tandem.models.quantizers.gaussian import scale_of
+from tandem.models.quantizers.gaussian import compute_scale
 
 from .taming import body as taming_body
 from .taming import halvings
@@ -51,7 +51,7 @@ class VQGAN(Autoencoder):
     """Images to a grid of codes and back. Fully convolutional: any height and width that 2^num_layers divides.
 
     Gradient checkpointing computes each layer of encoder and decoder again in the backward pass of training instead of
-    keeping what is inside of it: less memory, the same bits, a third more time.
+    keeping its activations: less memory, the same bits, a third more time.
 
     If it is `centred`, images are mapped from [0, 1] to [-1, 1] before the first layer and back after the last, so that
     an output of 0, and the padding of a convolution, are grey and not black. If not, the first and the last layer start
@@ -97,11 +97,11 @@ class VQGAN(Autoencoder):
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.in_dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
         if not self.centred:
-            self._start_centred()
+            self._init_as_centred()
 
     @property
     def config(self) -> dict[str, Any]:  # type: ignore[override]
-        """The fields of the configuration by name, with the measured scale of continuous latents if none was given."""
+        """The fields of the configuration by name; a scale of continuous latents that was not given is measured."""
         scale = self._measured_scale()
         return {**self._arguments, **dict(zip(("scaling_factor", "shift_factor"), scale, strict=True) if scale else ())}
 
@@ -187,7 +187,7 @@ class VQGAN(Autoencoder):
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
         """Gradient of a loss with respect to the weight of the decoder's last layer, without a backward pass through
-        the network. Uses shapes alone, no weights: they may be spread over processes.
+        the network. Uses only the shape of the weight, whose values may be sharded over processes.
 
         Args:
             features: Those of `VQGANOutput`.
@@ -203,7 +203,7 @@ class VQGAN(Autoencoder):
             return conv2d_weight(features.float(), shape, gradient, padding=side // 2)
 
     @torch.no_grad()
-    def _start_centred(self) -> None:
+    def _init_as_centred(self) -> None:
         """Change the first and the last layer so that images in [0, 1] give what images in [-1, 1] gave before."""
         first, last = self.encoder[0], self.last_layer
         assert isinstance(first, nn.Conv2d) and first.bias is not None and last.bias is not None
@@ -215,7 +215,7 @@ class VQGAN(Autoencoder):
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
         # A folder without this argument holds a model that centres no images.
-        return super().with_weights(source, {"centred": False, **unmeasured(config)}, weights)
+        return super().with_weights(source, {"centred": False, **without_measured_scale(config)}, weights)
 
     def latent_shape(self, side: int) -> tuple[int, int, int]:
         """[d, h', w'] of the continuous latents of images of this side."""
@@ -227,7 +227,7 @@ class VQGAN(Autoencoder):
 
     def _measured_scale(self) -> tuple[float, float] | None:
         is_needed = not (self.num_codes or self._arguments["scaling_factor"])
-        return scale_of(self.quantizer.moments) if is_needed else None
+        return compute_scale(self.quantizer.moments) if is_needed else None
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
@@ -273,6 +273,6 @@ def _blocks_per_level(num_resnet_blocks: Sequence[int], num_layers: int) -> list
 def _check_side(name: str, pixels: int, num_layers: int) -> None:
     multiple = 2**num_layers
     if pixels < multiple or pixels % multiple:
-        below = max(pixels // multiple, 1) * multiple
-        hint = f"use {below} or {below + multiple}"
+        smaller = max(pixels // multiple, 1) * multiple
+        hint = f"use {smaller} or {smaller + multiple}"
         raise ValueError(f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; {hint}")

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from .losses import DiffusionLoss, Losses
-from .sampling import Denoised, Inpaint, dynamic_threshold, guided, sample
+from .sampling import Denoised, Inpaint, apply_guidance, dynamic_threshold, sample
 from .schedule import Schedule
 
-__all__ = ["Denoised", "DiffusionLoss", "Inpaint", "Losses", "Schedule", "dynamic_threshold", "guided", "sample"]
+__all__ = [
+    "Denoised",
+    "DiffusionLoss",
+    "Inpaint",
+    "Losses",
+    "Schedule",
+    "apply_guidance",
+    "dynamic_threshold",
+    "sample",
+]

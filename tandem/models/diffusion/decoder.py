@@ -19,10 +19,10 @@ from tandem.models.layers.convolutional import check_images
 from tandem.models.layers.resizing import cropped, resized
 
 from .losses import predict_x_start
-from .sampling import Denoise, Denoised, Inpaint, dynamic_threshold, guided, sample
+from .sampling import Denoise, Denoised, Inpaint, apply_guidance, dynamic_threshold, sample
 from .schedule import Schedule
-from .unet import CHANNELS, Unet, coordinates_of
-from .variance import fraction_of
+from .unet import CHANNELS, Unet, pixel_coordinates
+from .variance import variance_fraction
 
 # Schedule and levels of the noise on low-resolution conditions, whatever those of the Unets, as in DALLE2-pytorch.
 LOWRES_SCHEDULE, LOWRES_TIMESTEPS = "linear", 1000
@@ -57,12 +57,12 @@ class Decoder(Pretrained):
         self._check_sizes()
         with torch.device("cpu"):  # also while the weights are built on the meta device
             self.schedules = [
-                Schedule.named(name, timesteps, zero_terminal_snr=config.zero_terminal_snr)
+                Schedule.from_name(name, timesteps, zero_terminal_snr=config.zero_terminal_snr)
                 for name in config.noise_schedule
             ]
             has_noise = config.lowres_condition == "noise"
             # A list, because the copies of `with_unets` share it: what one moves to a device is there for all.
-            self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
+            self._lowres_schedules = [Schedule.from_name(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
         self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
 
     def _architecture(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Decoder(Pretrained):
             inputs["lowres_image"] = cropped(resized(lowres_images, size), places, crop)
         resized_images = resized(images, size)
         if spec.coordinates and places is not None:
-            inputs["coordinates"] = cropped(coordinates_of(resized_images), places, crop)
+            inputs["coordinates"] = cropped(pixel_coordinates(resized_images), places, crop)
         return cropped(resized_images, places, crop), inputs
 
     @torch.no_grad()
@@ -207,7 +207,7 @@ class Decoder(Pretrained):
             denoise = self._denoise(index, conditions, lowres)
             if scale != 1 and (guide or is_conditional(self.unet(index))):
                 reference = guide._denoise(index, conditions, lowres) if guide else self._denoise(index, {}, lowres)
-                denoise = guided(denoise, reference, schedule, scale, sampling.guidance_interval)
+                denoise = apply_guidance(denoise, reference, schedule, scale, sampling.guidance_interval)
             pictures = sample(
                 denoise,
                 schedule,
@@ -245,7 +245,7 @@ class Decoder(Pretrained):
             output = unet(x, times, **inputs)
             prediction, variance = output[:, :CHANNELS], output[:, CHANNELS:]
             x_start = predict_x_start(objective, prediction, x, *schedule.at(times, x))
-            return Denoised(x_start, fraction_of(variance) if variance.shape[1] else None)
+            return Denoised(x_start, variance_fraction(variance) if variance.shape[1] else None)
 
         return denoise
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from tandem.config.models.decoder import OBJECTIVES
 
 from .schedule import Schedule
-from .variance import LearnedVariance, fraction_of
+from .variance import LearnedVariance, variance_fraction
 
 LOSS_WEIGHTS = ("none", "min_snr", "p2")
 
 
-def target_of(objective: str, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+def prediction_target(objective: str, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
     """The target of the network for x = alpha x0 + sigma noise; shapes broadcast. v = alpha noise - sigma x0 (Salimans
     and Ho 2022, section 4); the flow's velocity dx / dsigma = noise - x0 (Lipman et al. 2023)."""
     if objective == "noise":
@@ -30,9 +30,9 @@ def coefficients(objective: str, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, 
     """a and b of x0 = a x + b p: every prediction p of a noisy picture x is a linear form of the clean picture
     (Salimans and Ho 2022, appendix D, for noise, x0 and v; Lipman et al. 2023 for flow).
 
-    The preconditioning of Karras et al. 2022, for data of deviation 1, is "v" without a weight, but for the sign: its
-    sigma is our sigma / alpha, its noisy picture our x / alpha, its network sees x and predicts -v, and the factor of
-    its loss cancels that of its output.
+    The preconditioning of Karras et al. 2022 for data of standard deviation 1 equals "v" with the weight 1, except for
+    the sign: its sigma is sigma / alpha here, its noisy picture x / alpha, the input of its network x, the output -v;
+    its loss weight cancels the factor of the output.
     """
     if objective == "noise":
         return 1 / alpha, -sigma / alpha
@@ -42,7 +42,7 @@ def coefficients(objective: str, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, 
 
 
 def predict_x_start(objective: str, prediction: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-    """The clean picture that a prediction means, at the noisy picture x."""
+    """The clean picture x0 that follows from a prediction and the noisy picture x."""
     a, b = coefficients(objective, alpha, sigma)
     return a * x + b * prediction
 
@@ -53,16 +53,16 @@ def loss_weights(
 ) -> Tensor:  # fmt: skip
     """Weight of each level's squared error of the prediction, fp64 (T,).
 
-    Except for "none", weights are of the error of x0, so that the loss of a given estimate of x0 is the same whatever
-    is predicted: an error of the prediction is an error of x0 times b, so a weight of the squared error of x0 becomes,
-    times b^2, that of the prediction.
+    Except for "none", the formulas below weight the squared error of x0, so that an estimate of x0 has the same loss
+    with every objective. An error e of the prediction is an error b e of x0 (`coefficients`), so the weight of the
+    squared error of the prediction is b^2 times that of x0.
 
     - none: 1 for the prediction.
     - min_snr: min(SNR, gamma) (Hang et al. 2023, eq. 8).
     - p2: SNR / (k + SNR)^gamma (Choi et al. 2022, eq. 8, which divides the loss of the noise by (k + SNR)^gamma).
 
-    The last two fall with the SNR, to 0 at SNR 0. A network learns such a level from its neighbours: whether the last
-    level was trained with weight 0 or with a small one, the error of the estimate was that at the level before it.
+    The last two fall with the SNR, to 0 at SNR 0. The network then learns the last level from its neighbours: its
+    estimate there had the error of the level before, with the weight 0 as with a small one.
     """
     if name == "none":
         return torch.ones_like(schedule.log_snr)
@@ -93,12 +93,11 @@ def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
 
 
 class Losses(NamedTuple):
-    """Of each picture, (b,): the weighted error to train on; the error of the prediction without any weight; and the
-    bits of the drawn level in the variational bound of a learned variance, 0 without one."""
+    """Losses of each picture, (b,)."""
 
-    weighted: Tensor
-    error: Tensor
-    bits: Tensor
+    weighted: Tensor  # the weighted squared error, which is trained on
+    error: Tensor  # the mean squared error of the prediction
+    bits: Tensor  # the term of the variational bound at the picture's level; 0 without a learned variance
 
 
 class DiffusionLoss:
@@ -109,7 +108,7 @@ class DiffusionLoss:
         objective: One of OBJECTIVES.
         weight: One of LOSS_WEIGHTS.
         learned_variance: The network has twice the channels, the second half for the variance (`LearnedVariance`).
-        lowres_schedule: Of the noise on the low-resolution pictures.
+        lowres_schedule: Schedule of the noise on the low-resolution pictures.
         weights: Options of `loss_weights`.
 
     Raises:
@@ -135,7 +134,7 @@ class DiffusionLoss:
         Args:
             network: Called as network(x, times, **conditions) with x in at least fp32 and int64 times, as numbers of
                 low precision cannot tell neighbouring levels apart.
-            conditions: Of each picture, as the network takes them.
+            conditions: (b, ...), by the names of the network's arguments.
             times: int64 levels (b,).
             noise: Standard normal, like x0.
             lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
@@ -152,10 +151,10 @@ class DiffusionLoss:
         output, channels = network(x, times, **inputs).to(x), x.shape[1]
         assert output.shape[1] == channels * (1 if self._variance is None else 2), "channels of the network"
         prediction = output[:, :channels]
-        target = target_of(self.objective, x0, noise, alpha, sigma).to(x)
+        target = prediction_target(self.objective, x0, noise, alpha, sigma).to(x)
         error = (prediction - target).square().flatten(1).mean(1)
         bits = torch.zeros_like(error)
         if self._variance is not None:
             x_start = predict_x_start(self.objective, prediction, x, alpha, sigma)
-            bits = self._variance.bits(x0.to(x), x_start, fraction_of(output[:, channels:]), times)
+            bits = self._variance.bits(x0.to(x), x_start, variance_fraction(output[:, channels:]), times)
         return Losses(error * self._weights[times].to(error.dtype), error, bits)

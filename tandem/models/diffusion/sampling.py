@@ -26,9 +26,9 @@ from .schedule import Schedule
 
 # On a schedule whose log SNR at a twentieth of the levels is smaller, these samplers use Karras' levels: see
 # `sampling_levels`.
-_LEAST_FOR_UNIFORM = {"dpmpp_2m": 4.2, "ddim": 2.8}
-# Below, sigma / alpha is above 100 or infinite, and there is no picture to see. Karras et al. start at 80.
-_LEAST_LOG_SNR = math.log(1e-4)
+_MIN_LOG_SNR_FOR_UNIFORM = {"dpmpp_2m": 4.2, "ddim": 2.8}
+# Of the first Karras level: sigma / alpha is 100. Karras et al. start at 80. Noisier levels show nothing of a picture.
+_MIN_LOG_SNR = math.log(1e-4)
 
 
 class Denoised(NamedTuple):
@@ -57,7 +57,7 @@ class Level(NamedTuple):
 CLEAN = Level(None, 1.0, 0.0, math.inf)
 
 
-def guided(
+def apply_guidance(
     denoise: Denoise, reference: Denoise, schedule: Schedule, scale: float, interval: Sequence[float] | None = None
 ) -> Denoise:
     """Guidance: reference + scale (denoise - reference), of estimates of the clean picture. That is the same mixture of
@@ -84,14 +84,15 @@ def guided(
 
 class Step(NamedTuple):
     """Inputs of a sampler for the step from `now` to the less noisy `then`: the estimate at `now`; eta of ddim; fresh
-    noise; and the estimate before with the length of its step in half log SNR, None if this step continues no path."""
+    noise; and the estimate of the previous step with the length of that step in half log SNR, None at the first step
+    and after added noise."""
 
     x: Tensor
     estimate: Denoised
     now: Level
     then: Level
     eta: float
-    before: tuple[Tensor, float] | None
+    previous: tuple[Tensor, float] | None
     draw: Callable[[], Tensor]
 
 
@@ -105,8 +106,8 @@ def ddpm(step: Step) -> Tensor:
     x_start, fraction = step.estimate
     if fraction is None or step.then.number is None:
         return _step_towards(x_start, step, 1.0)
-    wider = (step.now.sigma / step.then.sigma) ** fraction  # its square: (beta / b~)^f
-    return _step_towards(x_start, step, 1.0, wider)
+    noise_factor = (step.now.sigma / step.then.sigma) ** fraction  # its square: (beta / b~)^f
+    return _step_towards(x_start, step, 1.0, noise_factor)
 
 
 def dpmpp_2m(step: Step) -> Tensor:
@@ -116,20 +117,20 @@ def dpmpp_2m(step: Step) -> Tensor:
     A step that is longer than the one before it counts as no longer. Towards level 0 the steps grow, by a factor of
     4 on the cosine schedule in 20 steps, where estimates hardly change any more: the line would overshoot."""
     x_start, length = step.estimate.x_start, _step_length(step.now, step.then)
-    if step.before is not None and not math.isinf(length) and not math.isinf(step.before[1]):
-        x_start = x_start + min(length / step.before[1], 1.0) / 2 * (x_start - step.before[0])
+    if step.previous is not None and not math.isinf(length) and not math.isinf(step.previous[1]):
+        x_start = x_start + min(length / step.previous[1], 1.0) / 2 * (x_start - step.previous[0])
     return _step_towards(x_start, step)
 
 
-def _step_towards(x_start: Tensor, step: Step, eta: float = 0.0, wider: float | Tensor = 1.0) -> Tensor:
-    """x_s of the text above; ``wider`` is d / c."""
+def _step_towards(x_start: Tensor, step: Step, eta: float = 0.0, noise_factor: float | Tensor = 1.0) -> Tensor:
+    """x_s of the formula at the top of this file; ``noise_factor`` is d / c."""
     x, then = step.x, step.then
     noise = (x - step.now.alpha * x_start) / step.now.sigma
     if not eta or then.number is None:
         return then.alpha * x_start + then.sigma * noise
     fresh_share = -(eta**2) * math.expm1(step.now.log_snr - then.log_snr)  # c^2 / sigma_s^2
     x = then.alpha * x_start + then.sigma * math.sqrt(1 - fresh_share) * noise
-    return x + then.sigma * math.sqrt(fresh_share) * wider * step.draw()
+    return x + then.sigma * math.sqrt(fresh_share) * noise_factor * step.draw()
 
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpmpp_2m": dpmpp_2m}
@@ -149,7 +150,7 @@ class Inpaint:
     resample_times: int = 5
 
     def keep(self, x: Tensor, level: Level, draw: Draw, count: int) -> Tensor:
-        """x with the kept parts as the image has them at this level."""
+        """x, with the kept parts replaced by those of the image with the noise of this level."""
         image = self.image.to(x)
         if level.sigma:
             image = level.alpha * image + level.sigma * draw("kept", count)
@@ -182,7 +183,7 @@ def sample(
         raise ValueError(f"sampler {sampler!r} does not exist: choose one of {', '.join(SAMPLERS)}")
     if not 0 <= eta <= 1:
         raise ValueError(f"eta {eta:g} is not in 0 to 1")
-    levels, count, before = sampling_levels(schedule, steps, sampler), 0, None
+    levels, count, previous = sampling_levels(schedule, steps, sampler), 0, None
     if inpaint:
         x = inpaint.keep(x, levels[0], draw, count)
     for step_number, (now, then) in enumerate(itertools.pairwise(levels), start=1):
@@ -193,12 +194,12 @@ def sample(
             estimate = denoise(x, now.number)
             if threshold:
                 estimate = estimate._replace(x_start=threshold(estimate.x_start))
-            x = SAMPLERS[sampler](Step(x, estimate, now, then, eta, before, lambda: draw("step", count)))  # noqa: B023
-            before = estimate.x_start, _step_length(now, then)
+            x = SAMPLERS[sampler](Step(x, estimate, now, then, eta, previous, lambda: draw("step", count)))  # noqa: B023
+            previous = estimate.x_start, _step_length(now, then)
             if inpaint:
                 x = inpaint.keep(x, then, draw, count)
             if remaining:
-                x, before = add_noise_again(x, then, now, draw("again", count)), None
+                x, previous = add_noise_again(x, then, now, draw("again", count)), None
         if on_step:
             on_step(step_number, len(levels) - 1)
     return x
@@ -224,7 +225,7 @@ def sampling_levels(schedule: Schedule, steps: int, sampler: str) -> list[Level]
         raise ValueError(f"{steps} sampling steps cannot visit {count} noise levels: choose 1 to {count} steps")
     log_snr = schedule.log_snr.cpu()
     indices = torch.linspace(count - 1, 0, steps, dtype=torch.float64).round().long().tolist()
-    if sampler in _LEAST_FOR_UNIFORM and log_snr[count // 20].item() < _LEAST_FOR_UNIFORM[sampler]:
+    if sampler in _MIN_LOG_SNR_FOR_UNIFORM and log_snr[count // 20].item() < _MIN_LOG_SNR_FOR_UNIFORM[sampler]:
         indices = _karras_levels(log_snr, steps)
     tables = (schedule.alpha.tolist(), schedule.sigma.tolist(), log_snr.tolist())
     return [Level(index, *(table[index] for table in tables)) for index in indices] + [CLEAN]
@@ -234,8 +235,8 @@ def _karras_levels(log_snr: Tensor, steps: int) -> list[int]:
     """Levels at which sigma / alpha to the power 1/7 is uniform as far as there are such levels (Karras et al. 2022,
     eq. 5), after the first level if its SNR is below 1e-4. Where levels lie so far apart that several steps have the
     same nearest level, they take its neighbours, too."""
-    first_level = [len(log_snr) - 1] if steps > 1 and log_snr[-1] < _LEAST_LOG_SNR else []
-    root = (-(log_snr[log_snr >= _LEAST_LOG_SNR] if first_level else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
+    first_level = [len(log_snr) - 1] if steps > 1 and log_snr[-1] < _MIN_LOG_SNR else []
+    root = (-(log_snr[log_snr >= _MIN_LOG_SNR] if first_level else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
     num_rest = steps - len(first_level)
     targets = torch.linspace(root[-1].item(), root[0].item(), num_rest, dtype=torch.float64).flip(0)
     nearest = (targets.log()[:, None] - root.log()).abs().argmin(1)
@@ -257,7 +258,7 @@ def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
 
 
 def add_noise_again(x: Tensor, now: Level, noisier: Level, noise: Tensor) -> Tensor:
-    """From a level to a noisier one, by the forward process: x of the marginal q of one level has that of the other."""
+    """x with more noise: the forward process takes it from the level `now`, with marginal q, to the level `noisier`."""
     variance = -(noisier.sigma**2) * math.expm1(noisier.log_snr - now.log_snr)
     return noisier.alpha / now.alpha * x + math.sqrt(variance) * noise
 

@@ -25,14 +25,14 @@ def _cosine(timesteps: int) -> Tensor:
     return 1 - signal[1:] / signal[:-1]
 
 
-# Betas of Ho et al. 2020, section 4: from 1e-4 to 0.02 over 1000 levels. Fewer levels have betas that are larger in
-# proportion. "sigmoid", which has no paper, goes between the two along a logistic curve, as DALLE2-pytorch has it.
-_FIRST, _LAST = 0.1, 20.0
+# 1000 times the first and the last beta of Ho et al. 2020, section 4 (1e-4 and 0.02 for 1000 levels); n levels have
+# these numbers / n. "sigmoid" is DALLE2-pytorch's, from no paper: betas between the two along a logistic curve.
+_FIRST_BETA, _LAST_BETA = 0.1, 20.0
 
 _BETAS: dict[str, Callable[[int], Tensor]] = {
     "cosine": _cosine,
-    "linear": lambda n: _linspace(_FIRST, _LAST, n) / n,
-    "sigmoid": lambda n: (_FIRST + (_LAST - _FIRST) * _linspace(-6, 6, n).sigmoid()) / n,
+    "linear": lambda n: _linspace(_FIRST_BETA, _LAST_BETA, n) / n,
+    "sigmoid": lambda n: (_FIRST_BETA + (_LAST_BETA - _FIRST_BETA) * _linspace(-6, 6, n).sigmoid()) / n,
 }
 
 
@@ -53,7 +53,7 @@ class Schedule:
         self.ends_at_zero_snr = bool(self.alpha[-1] == 0)
 
     @classmethod
-    def named(cls, name: str = "cosine", timesteps: int = 1000, *, zero_terminal_snr: bool = False) -> Schedule:
+    def from_name(cls, name: str = "cosine", timesteps: int = 1000, *, zero_terminal_snr: bool = False) -> Schedule:
         """A schedule by its name.
 
         Args:
@@ -72,7 +72,7 @@ class Schedule:
         if name == "flow":
             time = _linspace(1 / timesteps, 1, timesteps)
             return cls(2 * (torch.log1p(-time) - time.log()), is_flow=True)
-        # A beta of 1 would end the signal.
+        # A beta of 1 would make all later alphas 0.
         log_signal = torch.log1p(-_BETAS[name](timesteps).clamp_max(0.999)).cumsum(0)
         if zero_terminal_snr:
             alpha = (log_signal / 2).exp()

@@ -18,17 +18,17 @@ from tandem.models.layers.attention import at_least_fp32
 from tandem.models.layers.recompute import recomputed
 
 CHANNELS = 3  # of pictures
-TIME_TOKENS, IMAGE_TOKENS = 2, 4  # that a noise level and an image embedding become
-_KERNELS = (3, 7, 15)  # of the first convolution; 7 alone if it is plain
+TIME_TOKENS, IMAGE_TOKENS = 2, 4  # tokens into which a noise level and an image embedding are projected
+_KERNELS = (3, 7, 15)  # sizes in `CrossEmbed`, the first layer unless plain_init_conv
 _LONGEST_WAVE = 10_000  # noise levels per radian of the slowest sinusoid
-_FEW_KEYS = 64
-_SHORTEST = 1e-6  # shorter vectors are not scaled to length 1: their gradient would be unbounded
+_FEW_KEYS = 64  # below this, the CPU's fused attention is slow in bf16: see `_attend`
+_MIN_NORM = 1e-6  # shorter vectors are not scaled to length 1: their gradient would be unbounded
 
 
 class Unet(Pretrained):
     """Noisy images, their noise levels and conditions -> a prediction of the shape of the images.
 
-    Only parameters that are used exist. The output is 0 at the start.
+    It has no parameters that its configuration leaves unused. The output is 0 at the start of training.
     """
 
     Config = UnetConfig
@@ -90,12 +90,13 @@ class Unet(Pretrained):
             x: (b, 3, h, w), about [-1, 1].
             time: (b,), int or float: index of the noise level. It is embedded in fp32 whatever the precision.
             image_embed: (b, image_embed_dim); None gives all samples the learned null condition.
-            text_encodings: (b, L, text_embed_dim); rows of zeros, anywhere, are no tokens. None: as image_embed.
-            lowres_image: (b, 3, h', w'); other sizes than h x w are brought to it by repeating pixels.
+            text_encodings: (b, L, text_embed_dim); rows of zeros count as missing tokens. None gives all
+                samples the learned null condition.
+            lowres_image: (b, 3, h', w'); it is resized to h x w by the nearest pixel.
             lowres_time: (b,), int or float: index of the noise level of ``lowres_image``.
             keep_image, keep_text: bool (b,); False gives this sample the learned null condition.
-            coordinates: (b, 2, h, w), the positions of the pixels in crops of pictures: the same crops of
-                `coordinates_of` the whole pictures. None: the images are whole.
+            coordinates: (b, 2, h, w), for images that are crops: the same crops of the `pixel_coordinates` of the whole
+                pictures. None: the images are whole.
 
         Raises:
             ValueError: one line, if an input is missing, superfluous or of another shape.
@@ -107,7 +108,7 @@ class Unet(Pretrained):
         dtype, dim = self.to_out.weight.dtype, self.spec.dim
         maps = [x.to(dtype)]
         if self.spec.coordinates:
-            maps.append(coordinates_of(maps[0]) if coordinates is None else coordinates.to(dtype))
+            maps.append(pixel_coordinates(maps[0]) if coordinates is None else coordinates.to(dtype))
         lowres = [] if lowres_image is None else [_resize_nearest(lowres_image.to(dtype), x)]
         hiddens = self.to_time_hiddens(sinusoids(time, dim).to(dtype))
         tokens, t = self.to_time_tokens(hiddens), self.to_time_cond(hiddens)
@@ -168,13 +169,13 @@ class Unet(Pretrained):
 
     def _check(self, x: Tensor, **inputs: Tensor | None) -> None:
         if x.dim() != 4 or x.shape[1] != CHANNELS or not x.is_floating_point():
-            actual = f"x has the shape {tuple(x.shape)} and the type {x.dtype}"
-            raise ValueError(f"{actual}: give floating-point numbers (b, {CHANNELS}, height, width)")
+            problem = f"x has the shape {tuple(x.shape)} and the type {x.dtype}"
+            raise ValueError(f"{problem}: give floating-point numbers (b, {CHANNELS}, height, width)")
         (batch, _, *size), multiple, spec = x.shape, self.smallest_multiple, self.spec
         for side in size:
             if side < multiple or side % multiple:
-                below = max(side // multiple, 1) * multiple
-                hint = f"use {below} or {below + multiple}"
+                smaller = max(side // multiple, 1) * multiple
+                hint = f"use {smaller} or {smaller + multiple}"
                 raise ValueError(f"side {side} must be a multiple of {multiple}, as the levels halve the sides; {hint}")
         shapes = {  # -1: any size; None: this Unet does not take it
             "time": (batch,), "keep_image": (batch,), "keep_text": (batch,),
@@ -302,7 +303,7 @@ class MultiQueryAttention(nn.Module):
     """x + multi-query self-attention (Shazeer 2019) over the positions of maps (b, dim, h, w): all heads share one key
     and one value per position, and a learned pair that every query sees.
 
-    As all heads have the same keys, they are computed as one head with so many times as many queries.
+    Since all heads share the keys, the computation is that of a single head with heads x n queries.
     """
 
     def __init__(self, dim: int, config: UnetConfig) -> None:
@@ -366,7 +367,7 @@ class LinearAttention(nn.Module):
         x = x.view_as(x)
         tokens = rearrange(self.to_qkv(self.norm(x)), "b (part h d) y x -> part b h (y x) d", part=3, h=self.heads)
         q, k, v = at_least_fp32(tokens).unbind()
-        q, k, v = q.softmax(-1), k.softmax(-2), F.normalize(v, dim=-1, eps=_SHORTEST)
+        q, k, v = q.softmax(-1), k.softmax(-2), F.normalize(v, dim=-1, eps=_MIN_NORM)
         out = q @ (k.transpose(-1, -2) @ v) * (self.scale / q.shape[-2])
         out = rearrange(out, "b h (y x) d -> b (h d) y x", y=x.shape[-2])
         return x + self.to_out(F.gelu(out).to(x.dtype))
@@ -444,12 +445,12 @@ def sinusoids(x: Tensor, dim: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def coordinates_of(like: Tensor) -> Tensor:
+def pixel_coordinates(images: Tensor) -> Tensor:
     """Positions of the pixels of whole pictures (b, c, h, w): (b, 2, h, w), across and down, from -1 to 1."""
-    height, width = like.shape[-2:]
-    down, across = (torch.linspace(-1, 1, side, device=like.device, dtype=like.dtype) for side in (height, width))
-    grid = torch.stack([across.expand(height, width), down[:, None].expand(height, width)])
-    return grid.expand(len(like), -1, -1, -1)
+    height, width = images.shape[-2:]
+    rows, columns = (torch.linspace(-1, 1, side, device=images.device, dtype=images.dtype) for side in (height, width))
+    grid = torch.stack([columns.expand(height, width), rows[:, None].expand(height, width)])
+    return grid.expand(len(images), -1, -1, -1)
 
 
 def _resize_nearest(images: Tensor, like: Tensor) -> Tensor:
@@ -460,7 +461,7 @@ def _resize_nearest(images: Tensor, like: Tensor) -> Tensor:
 
 
 def _level_widths(config: UnetConfig, level: int) -> tuple[int, int]:
-    """Channels of a level's finer neighbour, and its own."""
+    """Channels of the next finer level (at the finest level: of the first convolution), and of the level itself."""
     widths = [config.dim, *(config.dim * mult for mult in config.dim_mults)]
     return widths[level], widths[level + 1]
 

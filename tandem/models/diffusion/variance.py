@@ -10,7 +10,7 @@ from torch import Tensor
 from .schedule import Schedule
 
 
-def fraction_of(channels: Tensor) -> Tensor:
+def variance_fraction(channels: Tensor) -> Tensor:
     """The network's output for the variance -> fraction: 0.5 for the output 0, 0 and 1 for -1 and 1."""
     return (channels + 1) / 2
 

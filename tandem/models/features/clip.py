@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from tandem.io.fetching import fetch_from_hub
 from tandem.io.installed import how_to_install
 from tandem.io.published import read_state_dict
-from tandem.io.reading import DAMAGES, one_line, read_json
+from tandem.io.reading import READ_ERRORS, one_line, read_json
 from tandem.models.building import build_with_weights, check_arguments
 
 # Of OpenAI's training images, in [0, 1]; other weights state theirs in their open_clip_config.json.
@@ -100,7 +100,7 @@ class Clip(nn.Module):
             raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
         try:
             tokenizer = _tokenizer(text_config)
-        except DAMAGES as error:
+        except READ_ERRORS as error:
             raise ValueError(f"--clip {name} has no tokenizer of such options: {one_line(error)}") from None
         if (vocabulary := text_config.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
             raise ValueError(f"--clip {name} knows {vocabulary} tokens, but its tokenizer {tokenizer.vocab_size}")

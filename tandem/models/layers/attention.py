@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .dropout import derived, dropout
+from .dropout import derive_keys, dropout
 from .recompute import recomputed
 
 # Factor of the logits, which are products of normalised queries and keys times their learned scales.
@@ -66,8 +66,8 @@ class Attention(nn.Module):
             return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
         logits = at_least_fp32(q @ k.mT) * LOGIT_SCALE  # the dropout of PyTorch's kernels takes no mask
         weights = (logits if mask is None else logits + mask).softmax(dim=-1)
-        out = dropout(weights, self.rate, derived(dropout_keys, 0)).to(v.dtype) @ v
-        return dropout(self.to_out(rearrange(out, "b h n d -> b n (h d)")), self.rate, derived(dropout_keys, 1))
+        out = dropout(weights, self.rate, derive_keys(dropout_keys, 0)).to(v.dtype) @ v
+        return dropout(self.to_out(rearrange(out, "b h n d -> b n (h d)")), self.rate, derive_keys(dropout_keys, 1))
 
 
 class FeedForward(nn.Module):
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         """
         outputs = []
         for index, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
-            layer_keys = None if dropout_keys is None else derived(dropout_keys, index)
+            layer_keys = None if dropout_keys is None else derive_keys(dropout_keys, index)
             x = recomputed(_layer, attention, feed_forward, x, bias, layer_keys, when=self.recompute and self.training)
             outputs.append(x)
         return outputs
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
 def _layer(
     attention: nn.Module, feed_forward: nn.Module, x: Tensor, bias: Tensor | None, keys: Tensor | None
 ) -> Tensor:
-    attention_keys, feed_forward_keys = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
+    attention_keys, feed_forward_keys = (None, None) if keys is None else (derive_keys(keys, 0), derive_keys(keys, 1))
     x = x + attention(x, bias, attention_keys)
     return x + feed_forward(x, feed_forward_keys)
 

@@ -24,7 +24,7 @@ def mix32(word: Any) -> Any:
     return word ^ (word >> 15)
 
 
-def derived(keys: Tensor, index: int | Tensor) -> Tensor:
+def derive_keys(keys: Tensor, index: int | Tensor) -> Tensor:
     """Keys of a part, such as a layer, from those of the whole; different indices give unrelated keys.
 
     Args:
@@ -48,7 +48,7 @@ def dropout(x: Tensor, rate: float, keys: Tensor | None) -> Tensor:
     if keys is None or not rate:
         return x
     for size in x.shape[1:-1]:
-        keys = derived(keys, torch.arange(size, device=x.device))
+        keys = derive_keys(keys, torch.arange(size, device=x.device))
     # One round for each number. Columns are scrambled before they are combined with rows, so that no row has the draws
     # of another one in another order.
     columns = mix32(torch.arange(x.shape[-1], device=x.device))

@@ -20,7 +20,7 @@ _DECAY = 0.99  # per update, of the averages that give the scale of the latents
 _LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
 
 
-def scale_of(moments: Tensor) -> tuple[float, float] | None:
+def compute_scale(moments: Tensor) -> tuple[float, float] | None:
     """(scaling_factor, shift_factor), 1 / standard deviation and mean of all numbers of the latents, from
     `DiagonalGaussian.moments`; None if nothing was measured, or if the latents were not finite."""
     weight, mean, square = moments.tolist()
@@ -35,7 +35,7 @@ class DiagonalGaussian(Bottleneck):
 
     Loss: ``kl`` is KL(N(mean, variance) || N(0, 1)) in nats per latent: summed over the channels, a mean over batch and
     positions. In training it keeps moving averages of the mean and the mean square, over the whole batch of each
-    update, of the latents that the decoder gets. `scale_of` computes the scale of a generator's latents from them.
+    update, of the latents that the decoder gets. `compute_scale` computes the scale of a generator's latents from them.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)

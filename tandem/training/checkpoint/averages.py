@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.io.reading import DAMAGES, error_text, parse_json
+from tandem.io.reading import READ_ERRORS, error_text, parse_json
 from tandem.io.writing import delete, replacing, sync
 from tandem.training.power_function import Profile, coefficients, exponent_of
 
@@ -21,7 +21,7 @@ from .format import Tree
 
 _NAME = re.compile(r"step_([0-9]{8,})_(\w[\w.-]*)_([0-9][0-9.e-]*)\.safetensors")
 _UNFINISHED = ".tmp"
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, SafetensorError)
 _HEADER = "average"
 
 
@@ -169,5 +169,5 @@ def _one_line_errors(path: Path) -> Iterator[None]:
     """Turn every error of reading a file into a ValueError of one line."""
     try:
         yield
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         raise ValueError(f"cannot read {path}: {error_text(error)}") from None

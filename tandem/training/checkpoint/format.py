@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.io.reading import (
-    DAMAGES,
+    READ_ERRORS,
     check_inside,
     check_regular,
     error_text,
@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 24
 # state.json has numbers and the names of at most a thousand bad samples; other tools may write longer ones.
 LONGEST_STATE_BYTES, _LONGEST_SUMS_BYTES = 1 << 28, 1 << 20
 _LONGEST_HEADER_BYTES = 100_000_000  # safetensors reads no longer one
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, SafetensorError)
 _PART_NAME = re.compile(r"\w[\w.-]*")  # a file name that cannot lead out of the folder
 
 # Nested dicts with string keys, whose leaves are tensors and JSON values.
@@ -87,7 +87,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
         return parts, dict(state["meta"])
     except OSError as error:
         raise damage_error(Path(error.filename or folder), error_text(error)) from None
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         raise damage_error(folder, f"{type(error).__name__}: {error}") from None
 
 
@@ -139,7 +139,7 @@ def _has_full_length(path: Path) -> bool:
             header = parse_json(file.read(min(header_size, _LONGEST_HEADER_BYTES)))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             return bool(8 + header_size + max(ends, default=0) == file_size)
-        except DAMAGES:
+        except READ_ERRORS:
             return False
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from tandem.io.writing import hold, is_left_behind
+from tandem.io.writing import acquire_lock, is_stale_lock
 
 from .starts import starts
 
@@ -38,14 +38,14 @@ def folder_beside(output_dir: str, processes: Backend) -> str:
             for old_folder in filter(_is_left_behind, parent.glob(f"{_PREFIX}*")):
                 shutil.rmtree(old_folder, ignore_errors=True)
             path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-            atexit.register(_delete, Path(path), missing, hold(Path(path, _LOCK)))
+            atexit.register(_delete, Path(path), missing, acquire_lock(Path(path, _LOCK)))
     folder: str = processes.broadcast_object(path)
     return folder
 
 
 def _is_left_behind(folder: Path) -> bool:
     """Whether a folder is that of a dry run that was killed on this machine, in which no other run began since."""
-    is_old = not folder.is_symlink() and is_left_behind(folder / _LOCK)
+    is_old = not folder.is_symlink() and is_stale_lock(folder / _LOCK)
     return is_old and all("--dry_run" in start.get("command", ()) for start in starts(folder))
 
 

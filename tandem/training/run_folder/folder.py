@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.fields import identity
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
-from tandem.io.writing import hold, move_aside, other_holder, write_atomically
+from tandem.io.writing import acquire_lock, move_aside, other_holder, write_atomically
 from tandem.training.checkpoint.listing import latest_checkpoint, unseen_folder_message
 
 from .starts import add_start, script_of, starts
@@ -176,10 +176,10 @@ class RunFolder:
                 "--output_dir"
             )
         if fresh and files and not _was_started_by(self.path, self._torchruns):
-            with hold(self._lock_file, self._processes.heartbeat):
+            with acquire_lock(self._lock_file, self._processes.heartbeat):
                 moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self._lock_file, self._processes.heartbeat)
+        self._lock = acquire_lock(self._lock_file, self._processes.heartbeat)
         # Write 4 KiB: an empty file can be created on a full disk.
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))

@@ -1,5 +1,5 @@
-"""The keys of another package's training configuration: the known ones, and their values. public_names.yaml lists the
-name of each key, its default there and its flag here."""
+"""The keys of another package's training configuration, and which of their values have a counterpart in this project.
+public_names.yaml lists each key with its default in that package and its flag in this project."""
 
 from __future__ import annotations
 
@@ -14,69 +14,69 @@ from tandem.config.converters import nearest
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
-# The note of a key begins so if every value is used or has no effect. Any other note says why values but
-# the default are left out.
+# Beginnings of the note of a key of which every value is used or has no effect. Any other note says why values other
+# than the default are left out.
 _USED = ("--", "convert.py config reads it", "leave it out")
 
 Section = Mapping[str, Any]
 Flags = dict[str, tuple[str, Any]]
-"""By flag, the key that it comes from and its value; None: the flag's own default."""
-Known = dict[str, tuple[Sequence[Any] | None, str]]
-"""By key, with its sections, the values that have a counterpart, None for all, and why others have none. A key `*`
-stands for all others of its section."""
+"""Name of a flag -> (key of the other package, value of the flag; None: the flag's own default)."""
+SupportedValues = dict[str, tuple[Sequence[Any] | None, str]]
+"""Key with its sections, such as "train.lr" -> (the values with a counterpart, None for all; why others have none). The
+key "*" of a section stands for all its other keys."""
 
 
-def known_of(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any]]) -> Known:
-    """The values of the keys in sections, from the rows. ``equivalents``: values with a counterpart here, for
-    keys where that is not the default there."""
+def supported_values(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any]]) -> SupportedValues:
+    """The supported values of all keys in sections, from the rows of public_names.yaml. ``equivalents``: by key, the
+    values with a counterpart here where these are not the other package's default alone."""
     rows_by_key = {row.key: row for row in rows if "." in row.key}
     return {
-        key: (None if row.flag or row.note.startswith(_USED) else equivalents.get(key, (default_of(row),)), row.note)
+        key: (None if row.flag or row.note.startswith(_USED) else equivalents.get(key, (read_default(row),)), row.note)
         for key, row in rows_by_key.items()
     }
 
 
-def without_counterpart(config: Section, known: Known) -> Iterator[str]:
+def without_counterpart(config: Section, supported: SupportedValues) -> Iterator[str]:
     """A line for each key that is unknown, or has a value without a counterpart here.
 
     Raises:
         ValueError: one line that names a key whose value should be a mapping.
     """
-    sections = {key.rpartition(".")[0] for key in known}
+    sections = {key.rpartition(".")[0] for key in supported}
     sections |= {path.rpartition(".")[0] for path in sections} - {""}
 
-    def check_section(section: Section, prefix: str, shown_prefix: str) -> Iterator[str]:
+    def check_section(section: Section, prefix: str, path_prefix: str) -> Iterator[str]:
         for key, value in section.items():
-            name, path = f"{prefix}{key}", f"{shown_prefix}{key}"
+            name, path = f"{prefix}{key}", f"{path_prefix}{key}"
             if name in sections:
                 is_list = isinstance(value, list)
                 for index, element in enumerate(value if is_list else [value]):
                     element_path = f"{path}[{index}]" if is_list else path
-                    yield from check_section(checked(element, path), f"{name}.", f"{element_path}.")
-            elif name not in known and f"{prefix}*" not in known:
-                siblings = [element.removeprefix(prefix) for element in known if element.startswith(prefix)]
+                    yield from check_section(require_mapping(element, path), f"{name}.", f"{element_path}.")
+            elif name not in supported and f"{prefix}*" not in supported:
+                siblings = [element.removeprefix(prefix) for element in supported if element.startswith(prefix)]
                 yield f"{path}: unknown key{nearest(str(key), siblings)}"
             else:
-                values, reason = known.get(name) or known[f"{prefix}*"]
+                values, reason = supported.get(name) or supported[f"{prefix}*"]
                 if values is not None and value not in (None, "", *values):
                     yield f"{path} {short(value)}: {reason}"
 
     return check_section(config, "", "")
 
 
-def default_of(row: Row) -> Any:
-    """The default there of a row of the page."""
-    return yaml.safe_load(row.default_there)
+def read_default(row: Row) -> Any:
+    """The value of a key by default in the other package."""
+    return yaml.safe_load(row.public_default)
 
 
-def part_of(config: Section, *names: str) -> Section:
+def get_section(config: Section, *names: str) -> Section:
     """A section of the configuration, {} if it is absent or null."""
     for name in names:
         config = config.get(name) or {}
     return config
 
 
-def checked(value: Any, name: str) -> Section:
+def require_mapping(value: Any, name: str) -> Section:
     """A section of a configuration, {} for null. Raises ValueError, in one line, if it is no mapping."""
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{name} {short(value)}: give a mapping of keys to values")

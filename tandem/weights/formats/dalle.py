@@ -39,7 +39,7 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     take memory only when used.
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile or something else.
+        ValueError: one line, if the file is missing, damaged, hostile or no vae.pt.
     """
     content = read_content(path)
     parts: list[Any] = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]

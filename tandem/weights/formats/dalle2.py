@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.decoder import DecoderConfig, UnetConfig
-from tandem.io.archive import check_sizes, mentions
-from tandem.io.reading import DAMAGES, check_regular, one_line, read_json
+from tandem.io.archive import check_sizes, has_weight_name
+from tandem.io.reading import READ_ERRORS, check_regular, one_line, read_json
 from tandem.io.weights import read_content
 from tandem.io.weights_writing import on_cpu, replacing
 from tandem.models.building import build_with_weights, check_arguments, plain_values
@@ -30,13 +30,13 @@ from .dalle2_config import decoder_config, decoder_part, other_options, public_c
 from .description import describe_file
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError)
-_CLOSE = 1e-3  # of alpha^2, in proportion
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError)
+_RELATIVE_TOLERANCE = 1e-3  # of alpha^2
 
 _UNET_KEY = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
 _SCHEDULE_KEY = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
 _EMA_KEY = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
-# Public names: the parts of levels have numbers, and each residual and each change of layout around attention an ".fn".
+# In public names the parts of a level are numbers, and residuals and changes of layout around attention add an ".fn".
 _PARTS = {
     "downs": ("before", "first", "blocks", "attention", "after"),
     "ups": ("first", "blocks", "attention", "after"),
@@ -46,9 +46,9 @@ _SCALED_WEIGHTS = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
 
 
 def is_public_decoder(path: Path) -> bool:
-    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Raises ValueError, in one
-    line, if it is no regular file."""
-    return (check_regular(path).parent / _CONFIG_FILE).is_file() or mentions(path, b"unets.")
+    """Whether a .pt or .pth holds names of weights of Unets, or a decoder_config.json is beside it. Raises ValueError,
+    in one line, if it is no regular file."""
+    return (check_regular(path).parent / _CONFIG_FILE).is_file() or has_weight_name(path, b"unets.")
 
 
 def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
@@ -58,7 +58,7 @@ def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
         weights: Of checkpoints: their moving average ("ema"), as trained ("online"), or the average if there is one.
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, or has what a `Decoder` lacks.
+        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `Decoder` equals.
     """
     config, state = _read_decoder(path, weights)
     with _translate_errors(path):
@@ -81,7 +81,7 @@ def save_public_decoder(decoder: Decoder, path: Path) -> None:
 
 
 def public_state(decoder: Decoder) -> dict[str, Tensor]:
-    """The public state dict of a decoder, fp32, as ``Decoder.load_state_dict`` takes it there."""
+    """The state dict of a decoder, fp32, for ``Decoder.load_state_dict`` of DALLE2-pytorch."""
     state: dict[str, Tensor] = {}
     for index in range(len(decoder.unets)):
         unet = decoder.unet(index)
@@ -104,7 +104,7 @@ def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
     """The 13 tensors of a public noise scheduler (Ho et al. 2020, equations 4 to 7), fp32 (T,) and computed in fp64.
 
     Args:
-        prefix: Of their names.
+        prefix: Prefix of their names.
         betas: The variances beta (T,) of the schedule.
     """
     betas = betas.detach().cpu().double()
@@ -130,7 +130,7 @@ def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
 
 
 def _unused_tensors(unet: UnetConfig) -> dict[str, Tensor]:
-    """Public parameters that a public unet of these arguments has and does not use."""
+    """Parameters that a public unet of this configuration has, but does not use."""
     cond_dim, unused = unet.cond_dim, dict[str, Tensor]()
     if not unet.image_embed_dim:
         unused = {"null_image_embed": torch.zeros(1, IMAGE_TOKENS, cond_dim)}
@@ -143,7 +143,7 @@ def _unused_tensors(unet: UnetConfig) -> dict[str, Tensor]:
 
 
 def _public_name(name: str, weights: Mapping[str, Tensor]) -> str:
-    """The public name of a weight of a `Unet`, of which these are all ``weights``."""
+    """The public name of a weight of the `Unet` with this state dict ``weights``."""
     if match := _SELF_ATTENTION.match(name):
         is_linear = f"{match[0]}to_qkv.weight" in weights
         name = f"{match[0]}{'fn' if is_linear else 'fn.fn'}.{name[match.end() :]}"
@@ -207,7 +207,7 @@ def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bo
             raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
     pairs = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
     for is_zero in (False, True):
-        if all(_matches(Schedule.named(name, len(x), zero_terminal_snr=is_zero), x) for name, x in pairs):
+        if all(_matches(Schedule.from_name(name, len(x), zero_terminal_snr=is_zero), x) for name, x in pairs):
             return is_zero
     names = ", ".join(dict.fromkeys(config.noise_schedule))
     raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")
@@ -215,7 +215,7 @@ def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bo
 
 def _matches(schedule: Schedule, table: Tensor) -> bool:
     limits = torch.finfo(table.dtype)
-    tolerance = max(_CLOSE, 4 * limits.eps)
+    tolerance = max(_RELATIVE_TOLERANCE, 4 * limits.eps)
     return torch.allclose(schedule.log_snr.sigmoid(), table.double(), rtol=tolerance, atol=limits.tiny)
 
 
@@ -227,7 +227,7 @@ def _read_config_beside(path: Path) -> dict[str, Any]:
 
 
 def _schedule_tables(model: Any) -> dict[int, Tensor]:
-    """By index of a unet alpha^2 (T,) of its noise levels."""
+    """Index of a unet -> alpha^2 of its noise levels, (T,)."""
     tables = {}
     for name, table in model.items() if isinstance(model, dict) else ():
         if match := _SCHEDULE_KEY.fullmatch(str(name)):
@@ -260,5 +260,5 @@ def _translate_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         raise ValueError(f"{path} is not a decoder of DALLE2-pytorch: {one_line(error)}") from None

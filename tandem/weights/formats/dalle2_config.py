@@ -1,4 +1,4 @@
-"""Configurations of DALLE2-pytorch 1.15.6: the part about a decoder as `DecoderConfig`, and back."""
+"""Configurations of DALLE2-pytorch 1.15.6 ("public"): the section about a decoder as `DecoderConfig`, and back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from tandem.config.models.decoder import DecoderConfig, UnetConfig
 
-CROSS_ATTENTION = (8, 64)  # heads and their size, which have no name there
+CROSS_ATTENTION = (8, 64)  # heads, and width of a head: constants in DALLE2-pytorch's code
 SCHEDULES = ("cosine", "linear", "sigmoid")
 _OBJECTIVES = {"noise": (False, False), "x_start": (True, False), "v": (False, True)}  # predict_x_start, predict_v
 
-# Keys of a unet for which a `DecoderConfig` has a list with a value for each unet, with their defaults there.
+# Keys of a unet for which a `DecoderConfig` has a list with a value for each unet, with their public defaults.
 _PER_UNET = {
     "dim": None, "dim_mults": [1, 2, 4, 8], "cond_dim": None, "num_resnet_blocks": 2, "self_attn": False,
     "attn_heads": 16, "attn_dim_head": 32, "resnet_groups": 8,
@@ -26,7 +26,7 @@ FIXED: dict[str, Any] = {
     "cross_embed_downsample": False, "cross_embed_downsample_kernel_sizes": [2, 4], "scale_skip_connection": False,
     "pixel_shuffle_upsample": True, "final_conv_kernel_size": 1, "combine_upsample_fmaps": False,
 }  # fmt: skip
-"""Keys of a unet that have one value here: LAION's, and the public default."""
+"""Keys of a unet -> the only value that `Unet` supports, which is LAION's and the public default."""
 
 
 def decoder_part(config: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def decoder_part(config: Any) -> dict[str, Any]:
 
 
 def other_options(decoder: Mapping[str, Any]) -> Iterator[str]:
-    """A few words about each option of a unet that `Unet` does not have."""
+    """A line about each option of a public unet whose value `Unet` does not support."""
     for index, unet in enumerate(decoder["unets"]):
         for name, expected in FIXED.items():
             option = unet.get(name)
@@ -55,12 +55,12 @@ def other_options(decoder: Mapping[str, Any]) -> Iterator[str]:
 
 
 def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: int | None = None) -> DecoderConfig:
-    """The configuration of the first ``count`` Unets (None: all) of a public one. Options that no Unet has here, and
-    keys without any effect there, are left out.
+    """The configuration of the first ``count`` Unets (None: all) of a public one. Options that `Unet` does
+    not support, and keys without any effect, are left out.
 
     Args:
         decoder: As `decoder_part` gives it.
-        width: Of image embeddings and text encodings, where the configuration does not give it.
+        width: Width of image embeddings and text encodings for configurations that do not state it.
 
     Raises:
         ValueError: one line, if there is no such decoder.
@@ -78,12 +78,12 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
         raise ValueError("its unets after the first are conditioned on texts, which those of this version are not")
     kinds = {"image": is_conditional, "text": takes_text[0]}
     widths: dict[str, Any] = {
-        f"{kind}_embed_dim": first.get(f"{kind}_embed_dim") or width for kind, is_taken in kinds.items() if is_taken
+        f"{kind}_embed_dim": first.get(f"{kind}_embed_dim") or width for kind, takes_kind in kinds.items() if takes_kind
     }
     for name, value in widths.items():
         if value is None:
             raise ValueError(f"its first unet has no {name}, the width of what it is conditioned on")
-    pairs = zip(*(for_each(decoder, name, False) for name in ("predict_x_start", "predict_v")), strict=True)
+    pairs = zip(*(values_per_unet(decoder, name, False) for name in ("predict_x_start", "predict_v")), strict=True)
     objectives = ["v" if is_v else "x_start" if is_x_start else "noise" for is_x_start, is_v in pairs]
     flags: dict[str, Any] = {
         **{name: [_unet_option(unet, name) for unet in unets] for name in _PER_UNET},
@@ -97,7 +97,7 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
     }  # fmt: skip
     return DecoderConfig(
         **{name: values[:count] for name, values in flags.items()}, **widths, image_embed_scale=1.0,
-        condition_on=tuple(kind for kind, is_taken in kinds.items() if is_taken),
+        condition_on=tuple(kind for kind, takes_kind in kinds.items() if takes_kind),
         max_text_len=first.get("max_text_len") or 256, timesteps=decoder.get("timesteps", 1000),
         lowres_condition="noise" if any(noisy) else "blur" if any(blurred) else "none",
         lowres_noise_level=decoder.get("lowres_noise_sample_level", 0.2), zero_terminal_snr=False,
@@ -160,8 +160,9 @@ def check_is_public(unet: UnetConfig, index: int) -> None:
             raise ValueError(f"DALLE2-pytorch has no such unet as number {index + 1}: {reason}")
 
 
-def for_each(decoder: Mapping[str, Any], name: str, default: Any) -> list[Any]:
-    """A value for each unet, of a list or of one value for all. Raises ValueError, in one line, for another number."""
+def values_per_unet(decoder: Mapping[str, Any], name: str, default: Any) -> list[Any]:
+    """A key's value for each unet, from a list or from one value for all. Raises ValueError, in one line, for a list of
+    another length."""
     value, count = decoder.get(name, default), len(decoder["unets"])
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
@@ -204,7 +205,7 @@ def _schedule_names(decoder: Mapping[str, Any]) -> list[str]:
     """The name of each unet's schedule; by default cosine, but linear for the last of several unets."""
     count = len(decoder["unets"])
     default = ["cosine"] * count if count == 1 else ["cosine"] * (count - 1) + ["linear"]
-    names = default if decoder.get("beta_schedule") is None else for_each(decoder, "beta_schedule", None)
+    names = default if decoder.get("beta_schedule") is None else values_per_unet(decoder, "beta_schedule", None)
     if not all(isinstance(name, str) and name in SCHEDULES for name in names):
         raise ValueError(f"its beta_schedule {str(names)[:80]} is not of {', '.join(SCHEDULES)}")
     return names

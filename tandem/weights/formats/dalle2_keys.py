@@ -1,8 +1,8 @@
 """The keys of DALLE2-pytorch's training configurations, version 1.15.6, and the flags of train_decoder.py that they
-become (`convert.py config`). public_names.yaml lists the name of each key, its default there and its flag here;
-`dalle2_config` has the keys of unets. Other keys are unknown there too, although most of the package ignores them.
+become (`convert.py config`). public_names.yaml lists each key with its default in DALLE2-pytorch and its flag;
+`dalle2_config` has the keys of unets. DALLE2-pytorch does not know other keys either; most of its code ignores them.
 
-For an absent key the default of DALLE2-pytorch holds, not that of the flag.
+The value of an absent key is the default of DALLE2-pytorch, not that of the flag.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .config_keys import Flags, Known, Section, default_of, known_of, number, part_of
-from .dalle2_config import FIXED, UNET_KEYS, decoder_part, for_each
+from .config_keys import Flags, Section, SupportedValues, get_section, number, read_default, supported_values
+from .dalle2_config import FIXED, UNET_KEYS, decoder_part, values_per_unet
 
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
 _UNETS = "decoder.unets."
-# The values that have a counterpart here, for keys where it is not the default there.
+# Key -> the values with a counterpart, for keys whose default in DALLE2-pytorch has none.
 _EQUIVALENTS = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
 _METRICS = ("FID", "IS", "KID", "LPIPS")
-_LAST_SHARD = 9999999  # the default there, which means all shards
-_SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
+_LAST_SHARD = 9999999  # the default in DALLE2-pytorch, which means all shards
+_SUM_TOLERANCE = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
 
 
-def known_keys(rows: Sequence[Row]) -> Known:
-    """The keys for `config_keys.without_counterpart`; ``rows``: those about the decoder."""
+def known_keys(rows: Sequence[Row]) -> SupportedValues:
+    """The supported values for `config_keys.without_counterpart`, from the rows about the decoder."""
     return {
-        **known_of(rows, _EQUIVALENTS),
+        **supported_values(rows, _EQUIVALENTS),
         **dict.fromkeys((f"{_UNETS}{name}" for name in (*UNET_KEYS, "checkpoint_during_training")), (None, "")),
         **{f"{_UNETS}{name}": ((value,), f"here it is {value}") for name, value in FIXED.items()},
     }
 
 
-def implied(config: Section, known: Known) -> Iterator[str]:
-    """A line for each default of an absent key that has no counterpart."""
-    if (lpips := part_of(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
-        yield f"evaluate.LPIPS.net_type is alex if nothing is said: {known['evaluate.LPIPS.net_type'][1]}"
+def default_lines(config: Section, supported: SupportedValues) -> Iterator[str]:
+    """A line for each absent key whose default has no counterpart."""
+    if (lpips := get_section(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
+        yield f"evaluate.LPIPS.net_type is alex if nothing is said: {supported['evaluate.LPIPS.net_type'][1]}"
 
 
 def flags_of_config(config: Section, rows: Sequence[Row], decoder_flags: Section, processes: int) -> Flags:
@@ -45,7 +45,7 @@ def flags_of_config(config: Section, rows: Sequence[Row], decoder_flags: Section
 
     Args:
         config: Checked by `config_keys.without_counterpart`.
-        rows: Those of the page about the decoder.
+        rows: The rows of public_names.yaml about the decoder.
         decoder_flags: The flags of the decoder's architecture.
         processes: The number of processes of the training.
 
@@ -56,30 +56,32 @@ def flags_of_config(config: Section, rows: Sequence[Row], decoder_flags: Section
     for row in rows:
         *sections, name = row.key.split(".")
         if row.flag and sections:
-            value = part_of(config, *sections).get(name)
-            flags[row.flag] = (row.key, default_of(row) if value is None else value)
+            value = get_section(config, *sections).get(name)
+            flags[row.flag] = (row.key, read_default(row) if value is None else value)
     flags |= {name: ("decoder", value) for name, value in decoder_flags.items()}
-    flags |= _data_flags(part_of(config, "data"), processes)
+    flags |= _data_flags(get_section(config, "data"), processes)
     flags["seed"] = ("seed", config.get("seed", 0))
-    flags["output_dir"] = ("tracker.data_path", part_of(config, "tracker").get("data_path"))
-    if (tracker := part_of(config, "tracker", "log").get("log_type", "console")) == "console":
+    flags["output_dir"] = ("tracker.data_path", get_section(config, "tracker").get("data_path"))
+    if (tracker := get_section(config, "tracker", "log").get("log_type", "console")) == "console":
         flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
     flags["report_to"] = ("tracker.log.log_type", "none" if tracker == "console" else tracker)
     flags |= _decoder_flags(decoder_part(config), decoder_flags["timesteps"])
     batch_size = flags["batch_size"][1]
     return {
         **flags,
-        **_training_flags(part_of(config, "train"), part_of(config, "evaluate"), batch_size, len(decoder_flags["dim"])),
+        **_training_flags(
+            get_section(config, "train"), get_section(config, "evaluate"), batch_size, len(decoder_flags["dim"])
+        ),
     }
 
 
 def _data_flags(data: Section, processes: int) -> Flags:
-    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **part_of(data, "splits")}
+    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **get_section(data, "splits")}
     total = sum(number(value, f"data.splits.{name}") for name, value in fractions.items())
-    if abs(total - 1) > _SMALL:
+    if abs(total - 1) > _SUM_TOLERANCE:
         raise ValueError(f"data.splits: train, val and test add up to {total:g}, not to 1")
     last = data.get("end_shard", _LAST_SHARD)
-    is_flipped = part_of(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
+    is_flipped = get_section(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
     return {
         "split_by": ("data.splits", "shard"),
         "valid_fraction": ("data.splits.val", fractions["val"]),
@@ -99,13 +101,15 @@ def _decoder_flags(decoder: Section, timesteps: int) -> Flags:
             "decoder.use_noise_for_lowres_cond and use_blur_for_lowres_cond: set one of the two to false; the "
             "other one is for all upsampling Unets"
         )
-    steps = [n if n is None or n < timesteps else None for n in for_each(decoder, "sample_timesteps", None)]
+    steps = [n if n is None or n < timesteps else None for n in values_per_unet(decoder, "sample_timesteps", None)]
     if None in steps and any(steps):
         raise ValueError("decoder.sample_timesteps: give fewer steps than timesteps for all unets, or for none")
-    gammas = [number(gamma, "decoder.p2_loss_weight_gamma") for gamma in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
+    gammas = [
+        number(gamma, "decoder.p2_loss_weight_gamma") for gamma in values_per_unet(decoder, "p2_loss_weight_gamma", 0.0)
+    ]
     if len({gamma for gamma in gammas if gamma}) > 1:
         raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
-    clip = part_of(decoder, "clip")
+    clip = get_section(decoder, "clip")
     # OpenAI's weights were trained with another activation than open_clip's models of the same names.
     model, openai = clip.get("model", "ViT-L/14"), clip.get("make", "openai") == "openai"
     return {
@@ -113,7 +117,7 @@ def _decoder_flags(decoder: Section, timesteps: int) -> Flags:
             "decoder.unets", any(unet.get("checkpoint_during_training") for unet in decoder["unets"]) or None
         ),
         "random_crop_sizes": (
-            "decoder.random_crop_sizes", [side or 0 for side in for_each(decoder, "random_crop_sizes", None)]
+            "decoder.random_crop_sizes", [side or 0 for side in values_per_unet(decoder, "random_crop_sizes", None)]
         ),
         "sampler": ("decoder.sample_timesteps", "ddim" if any(steps) else "ddpm"),
         "sample_timesteps": ("decoder.sample_timesteps", [n or timesteps for n in steps]),
@@ -129,7 +133,7 @@ def _decoder_flags(decoder: Section, timesteps: int) -> Flags:
 
 
 def _training_flags(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
-    # There an epoch ends with a validation; without epoch_samples its length depends on the data.
+    # DALLE2-pytorch validates at the end of an epoch, whose length depends on the data without epoch_samples.
     key, epoch = "train.save_every_n_samples", train.get("epoch_samples")
     interval = max(round(number(train.get("save_every_n_samples", 100000), key) / max(batch_size, 1)), 1)
     names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.io.archive import mentions
+from tandem.io.archive import has_weight_name
 from tandem.io.published import check_has_one_set
 from tandem.io.weights import first_names, read_content, why_no_weights
 from tandem.models.base import CONFIG_FILE
@@ -26,17 +26,18 @@ from .muse import (
 from .musiclm import assumed, describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
 from .taming import (
     LLAMAGEN,
-    OF_TAMING,
+    TAMING_LAYOUT,
     Layout,
-    assumed_of_llamagen,
     describe_autoencoder,
+    llamagen_assumption,
     load_autoencoder,
     save_autoencoder,
 )
 
 
 class PublicFormat(NamedTuple):
-    """A kind of file. All of its functions raise ValueError, in one line, for files and models that do not fit."""
+    """The format of a public package's files. All functions raise ValueError, in one line, for files and models that do
+    not fit."""
 
     model: str
     """Class of its models."""
@@ -62,7 +63,7 @@ def _taming_format(layout: Layout, is_format: Callable[[Path], bool], save: Any 
     return PublicFormat("VQGAN", is_format, load, save or partial(save_autoencoder, layout), describe)
 
 
-# A file, or a folder of diffusers, belongs to the first that takes it.
+# The format of a file, or of a folder of diffusers, is the first one whose `is_format` is true.
 FORMATS = {
     "diffusers": _taming_format(DIFFUSERS, Path.is_dir, save_folder),
     "dalle2": PublicFormat(
@@ -77,18 +78,18 @@ FORMATS = {
         "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
         save_public_mulan, describe_public_mulan, assumed=assumed,
     ),
-    "llamagen": _taming_format(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks."))._replace(
-        assumed=assumed_of_llamagen
+    "llamagen": _taming_format(LLAMAGEN, lambda path: has_weight_name(path, b"encoder.conv_blocks."))._replace(
+        assumed=llamagen_assumption
     ),
-    "taming": _taming_format(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
+    "taming": _taming_format(TAMING_LAYOUT, lambda path: has_weight_name(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(
-        "DiscreteVAE", lambda path: mentions(path, b"hparams"), _load_dalle, save_dalle,
+        "DiscreteVAE", lambda path: has_weight_name(path, b"hparams"), _load_dalle, save_dalle,
         describe_dalle_file,
     ),
 }  # fmt: skip
 
 
-def format_of(path: Path) -> PublicFormat:
+def detect_format(path: Path) -> PublicFormat:
     """The format of a file. Reads little of it, and runs none of its code.
 
     Raises:

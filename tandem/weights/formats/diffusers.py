@@ -17,7 +17,7 @@ from tandem.io.weights_writing import replacing
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import files_of_index
 
-from .taming import GROUPS, Layout, channels_of, public_state
+from .taming import GROUPS, Layout, code_channels, public_state
 
 # Names that older versions gave to parts of an attention, as in the published autoencoders of Stable Diffusion.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -41,8 +41,8 @@ _MOST_GROUPS, _LARGEST_SIDE = 1 << 16, 1 << 13
 
 
 def diffusers_folder(path: Path) -> Path | None:
-    """The folder of a model of diffusers: the path itself, or in a pipeline that of its autoencoder; None if there is
-    none. Reads no more than configurations."""
+    """The folder of a model of diffusers: the path itself, or the autoencoder's folder in a pipeline; None if there is
+    none. Only configurations are read."""
     names = ("vae", "vqvae") if (path / "model_index.json").is_file() else ()
     for folder in (path, *(path / name for name in names)):
         config = read_json_or_empty(folder / _CONFIG)
@@ -52,12 +52,12 @@ def diffusers_folder(path: Path) -> Path | None:
 
 
 def save_folder(model: VQGAN, folder: Path) -> str:
-    """Write weights and configuration as ``from_pretrained`` of diffusers takes them; each file appears whole or not at
-    all. Returns what loads it. Raises ValueError, in one line, if diffusers has no such model."""
+    """Write weights and configuration for ``from_pretrained`` of diffusers; each file appears whole or not at all.
+    Returns a sentence about how to load it. Raises ValueError, in one line, if diffusers has no such model."""
     state, config = public_state(model, DIFFUSERS), model.config
     attention_levels, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
     attention = ["Attn" if level in attention_levels else "" for level in levels]
-    code_dim, z_channels = channels_of(config)
+    code_dim, z_channels = code_channels(config)
     if not model.num_codes and z_channels != code_dim:
         raise ValueError(f"an AutoencoderKL has as many z_channels as a latent has, {code_dim}, not {z_channels}")
     if config["ch_mult"][0] != 1:
@@ -82,9 +82,9 @@ def save_folder(model: VQGAN, folder: Path) -> str:
         save_file(state, temporary, metadata={"format": "pt"})
     with replacing(folder / _CONFIG) as temporary:
         temporary.write_text(json.dumps(public_config, indent=2) + "\n")
-    hint = f"; its scaling_factor is unknown, and {_DEFAULT_SCALE}, that of Stable Diffusion 1, is written"
+    note = f"; its scaling_factor is unknown, and {_DEFAULT_SCALE}, that of Stable Diffusion 1, is written"
     is_known = bool(model.num_codes or config["scaling_factor"])
-    return f"load it by {public_config['_class_name']}.from_pretrained" + ("" if is_known else hint)
+    return f"load it by {public_config['_class_name']}.from_pretrained" + ("" if is_known else note)
 
 
 def _read_folder(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -109,18 +109,20 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     """The arguments in an untrusted configuration that do not follow from the weights.
 
     Raises:
-        OSError, ValueError: one line, if there is none, or no `VQGAN` is such a model.
+        OSError, ValueError: one line, if there is no configuration, or no `VQGAN` equals its model.
     """
     config = read_json(check_inside(folder / _CONFIG, folder))
-    model, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
-    if model not in _CLASSES.values():
-        raise ValueError(f"it holds a {str(model)[:80]} of diffusers, and {' and '.join(_CLASSES.values())} are taken")
+    class_name, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
+    if class_name not in _CLASSES.values():
+        raise ValueError(
+            f"it holds a {str(class_name)[:80]} of diffusers, and {' and '.join(_CLASSES.values())} are taken"
+        )
     for name, value in _CONSTANTS.items():
         if config.get(name, value) != value:
             raise ValueError(f"its {name} is {str(config[name])[:80]}, and a VQGAN has {value} alone")
     if type(groups) is not int or not 1 <= groups <= _MOST_GROUPS:
         raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MOST_GROUPS} are possible")
-    is_kl = model == _CLASSES[KL]
+    is_kl = class_name == _CLASSES[KL]
     upcast = config.get("force_upcast", is_kl)  # with the default of diffusers
     if type(upcast) is not bool:
         raise ValueError(f"its force_upcast is {str(upcast)[:80]}, neither true nor false")

@@ -1,7 +1,7 @@
 """The VQGanVAE of muse-maskgit-pytorch 0.3.5 as `VQGAN` and `Discriminator`, and back: the same weights by other names.
 
-Its files hold a plain state dict and no arguments. They follow from names and shapes, except for the number of groups
-of its GroupNorms, which is assumed to be 16, its default.
+Its files hold a plain state dict and no arguments. The arguments are inferred from names and shapes, except for the
+number of groups of the GroupNorms, which is assumed to be 16, the package's default.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.io.archive import mentions
+from tandem.io.archive import has_weight_name
 from tandem.io.published import read_state_dict, shape_of
 from tandem.io.reading import check_regular
 from tandem.io.weights_writing import on_cpu, replacing
@@ -39,8 +39,8 @@ class _Contents(NamedTuple):
 
 
 def is_public_vqgan(path: Path) -> bool:
-    """Whether a file names weights of a VQGanVAE. Raises ValueError, in one line, if it is no regular file."""
-    return mentions(path, b"enc_dec.")
+    """Whether a file holds names of weights of a VQGanVAE. Raises ValueError, in one line, if it is no regular file."""
+    return has_weight_name(path, b"enc_dec.")
 
 
 def load_public_vqgan(path: Path, *, weights: str = "best") -> VQGAN:
@@ -50,7 +50,8 @@ def load_public_vqgan(path: Path, *, weights: str = "best") -> VQGAN:
         weights: Of a file of the trainer's moving average (vae.N.ema.pt): "ema" or "best" (the average), or "online".
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
+        ValueError: one line, if the file is missing, damaged, hostile, no VQGanVAE, or of a VQGanVAE that no `VQGAN`
+        equals.
     """
     contents = _read_file(path, weights)
     return VQGAN.with_weights(path, contents.arguments, contents.weights)
@@ -76,7 +77,7 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     """Write a state dict that ``VQGanVAE.load`` takes strictly; the file appears whole or not at all.
 
     Args:
-        discriminator: Written too, if a VQGanVAE can have such a one.
+        discriminator: Written too, if a VQGanVAE can have a discriminator of this form.
 
     Returns:
         The constructor call of the VQGanVAE that loads the file, which does not hold the arguments.
@@ -86,10 +87,10 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     """
     config, weights = model.config, on_cpu(model.state_dict())
     _check_has_public_form(model)
-    encoder, state = len(model.encoder) - 1, {}
+    last_layer, state = len(model.encoder) - 1, {}
     for name, tensor in weights.items():
         part, index, rest = name.split(".", 2)
-        if (part, index) in (("encoder", str(encoder)), ("decoder", "0")):
+        if (part, index) in (("encoder", str(last_layer)), ("decoder", "0")):
             tensor = tensor[:, :, 0, 0].contiguous() if rest == "weight" else tensor
             state[f"quantizer.project_{'in' if part == 'encoder' else 'out'}.{rest}"] = tensor
         else:
@@ -127,7 +128,7 @@ def _check_has_public_form(model: VQGAN) -> None:
 
 
 def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discriminator | None) -> str:
-    """Why a VQGanVAE of this `VQGAN.config` has no such discriminator; empty if it may have."""
+    """Why a VQGanVAE of this `VQGAN.config` cannot have this discriminator; "" if it can."""
     for name in ("dim", "channels"):
         if discriminator is not None and discriminator.config[name] != config[name]:
             difference = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {config[name]}"
@@ -158,22 +159,22 @@ def _translate(state: Mapping[str, Tensor]) -> _Contents:
     layers = len(blocks)
     bits = _infer_bits(state, widths[-1])
     identity = torch.eye(bits)[:, :, None, None]
-    last = 1 + layers + sum(blocks)
-    weights = {f"{layer}.weight": identity for layer in (f"encoder.{last}", "decoder.0")}
-    weights |= {f"{layer}.bias": torch.zeros(bits) for layer in (f"encoder.{last}", "decoder.0")}
+    last_layer = 1 + layers + sum(blocks)
+    weights = {f"{layer}.weight": identity for layer in (f"encoder.{last_layer}", "decoder.0")}
+    weights |= {f"{layer}.bias": torch.zeros(bits) for layer in (f"encoder.{last_layer}", "decoder.0")}
     discriminator: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := _CODER_KEY.fullmatch(name):
             weights[f"{match[1]}.{int(match[2]) + (match[1] == 'decoder')}.{match[3]}"] = tensor
         elif match := _PROJECTION_KEY.fullmatch(name):
-            layer = f"encoder.{last}" if match[1] == "in" else "decoder.0"
+            layer = f"encoder.{last_layer}" if match[1] == "in" else "decoder.0"
             weights[f"{layer}.{match[2]}"] = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
         elif name.startswith("discr."):
             discriminator[name.removeprefix("discr.")] = tensor
         elif name != "quantizer.mask":
             raise ValueError(f"it holds {name[:80]}, which is no weight of a VQGanVAE of {PACKAGE} with LFQ")
     arguments = {
-        "image_size": max(256, 2**layers),  # any would do: the file does not hold it
+        "image_size": max(256, 2**layers),  # arbitrary: the file does not hold it, and it changes no weight
         "dim": widths[0], "channels": channels, "num_layers": layers, "num_resnet_blocks": blocks, "quantizer": "lfq",
         "codebook_size": 2**bits, "centred": False,
         "diversity_gamma": 4.0, "inv_temperature": 100.0,  # those of the public package

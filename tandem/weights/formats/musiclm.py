@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
-from tandem.io.archive import mentions
+from tandem.io.archive import has_weight_name
 from tandem.io.published import check_has_one_set, read_state_dict, shape_of
 from tandem.io.reading import check_regular, one_line
 from tandem.io.weights_writing import on_cpu, replacing
@@ -43,7 +43,7 @@ _LONGEST_WINDOW = 1 << 16
 
 def is_public_mulan(path: Path) -> bool:
     """Whether a file names weights of such a MuLaN. Raises ValueError, in one line, if it is no regular file."""
-    return mentions(path, b"audio.dynamic_pos_bias_mlp.")
+    return has_weight_name(path, b"audio.dynamic_pos_bias_mlp.")
 
 
 def load_public_mulan(path: Path, *, weights: str = "best") -> MuLaN:

@@ -1,9 +1,9 @@
 """Autoencoders of taming-transformers, latent diffusion, LlamaGen and IBQ as a `VQGAN` with taming's body, and back:
 the same weights by other names.
 
-The files hold no arguments. They follow from names and shapes, except for the groups of GroupNorms, 32 in all of these
-packages. IBQ's files have taming's names; they are recognised by a moving average of the codebook, which all of IBQ's
-configurations keep, and those of the published vector quantizers do not.
+The files hold no arguments. These are inferred from names and shapes, except for the groups of GroupNorms, 32 in all of
+these packages. IBQ's files have taming's names; they are recognised by a moving average of the codebook, which files of
+all of IBQ's configurations hold, and those of the published vector quantizers do not.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from .description import describe_weights
 
 GROUPS = 32
 _CODEBOOK = "quantize.embedding.weight"
-# Entries that LlamaGen scales to length 1 at each use start with length 1, and no gradient makes them shorter. Other
-# entries start with channels below 1 / codebook_size, and those that are never chosen stay so.
-_SHORTEST = 0.5
-_LLAMAGEN_BODY = "ch 128, num_res_blocks 2"  # no arguments there, but numbers in its code
+# Entries of a codebook are taken for those of LlamaGen's codebook_l2_norm if all are longer than this. There they start
+# with length 1, and no gradient makes them shorter; otherwise channels start below 1 / codebook_size, and stay there in
+# entries that are never chosen.
+_MIN_ENTRY_NORM = 0.5
+_LLAMAGEN_BODY = "ch 128, num_res_blocks 2"  # constants in LlamaGen's code, not arguments
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
 _DIFFUSION_PREFIX, _EMA_PREFIX = "first_stage_model.", "model_ema."
 _FIRST_WEIGHT = "encoder.conv_in.weight"
@@ -80,11 +81,11 @@ def public_name(name: str, layout: Layout, levels: int) -> str:
     words, match = layout.words, _LAYER.fullmatch(layer)
     if match is None:
         return f"{part}.{words.get(layer, layer)}.{rest}"
-    side, level, what, number = match[1], int(match[2] or 0), match[3], match[4]
+    side, level, kind, number = match[1], int(match[2] or 0), match[3], match[4]
     before = int(number or 1) - 1
     public_layer = (layout.middle if side == "mid" else layout.level).format(
-        side=side, level=level, index=level if side == "down" else levels - 1 - level, what=words.get(what, what),
-        number=number, before=before, order=2 * before + (what == "attn"),
+        side=side, level=level, index=level if side == "down" else levels - 1 - level, what=words.get(kind, kind),
+        number=number, before=before, order=2 * before + (kind == "attn"),
     )  # fmt: skip
     public_layer += f".{number}" if number and side != "mid" else ""
     first, _, last = rest.partition(".")
@@ -95,10 +96,10 @@ def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN
     """The model in a public file or folder, in eval mode. Runs no code from it.
 
     Args:
-        weights: Of a checkpoint that has both: their moving average ("ema" or "best"), or those as trained ("online").
+        weights: Of a checkpoint with both: the moving average ("ema" or "best"), or the weights as trained ("online").
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
+        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `VQGAN` equals.
     """
     return VQGAN.with_weights(path, *_read_file(layout, path, weights))
 
@@ -130,7 +131,7 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
         state |= {_EMA_PREFIX + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
     with replacing(path) as temporary:
         torch.save({layout.key: state}, temporary)
-    (code_dim, z_channels), sides = channels_of(config), [side >> level for level in levels]
+    (code_dim, z_channels), sides = code_channels(config), [side >> level for level in levels]
     body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
     if layout is LLAMAGEN:
         text = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
@@ -141,13 +142,13 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     return f"its arguments there: {text}"
 
 
-def assumed_of_llamagen(config: Mapping[str, Any]) -> str:
-    """The value that was assumed, because a file of LlamaGen lacks it, from the `config` of its model."""
+def llamagen_assumption(config: Mapping[str, Any]) -> str:
+    """The argument that a file of LlamaGen lacks, with the assumed value of the loaded model, and the reason."""
     reason = "no entry is" if config["vq_cosine"] else "entries are"
-    return f"codebook_l2_norm {config['vq_cosine']}, because {reason} shorter than {_SHORTEST:g}"
+    return f"codebook_l2_norm {config['vq_cosine']}, because {reason} shorter than {_MIN_ENTRY_NORM:g}"
 
 
-def channels_of(config: Mapping[str, Any]) -> tuple[int, int]:
+def code_channels(config: Mapping[str, Any]) -> tuple[int, int]:
     """From a `VQGAN.config`, the channels of a code or a latent, and those between the encoder and quant_conv."""
     code_dim = config["latent_dim" if config["quantizer"] == KL else "codebook_dim"]
     return code_dim, config["z_channels"] or code_dim
@@ -185,7 +186,7 @@ def _read_file(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any]
 def _translate(
     state: Mapping[str, Tensor], extra_arguments: Mapping[str, Any], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if any(name.startswith("encoder.down_blocks.") for name in state) and layout is OF_TAMING:
+    if any(name.startswith("encoder.down_blocks.") for name in state) and layout is TAMING_LAYOUT:
         raise ValueError("it is of diffusers: give its folder, in which config.json is")
     if any(name.startswith("decoder.adaptive.") for name in state):
         raise ValueError("it is of Open-MAGVIT2, whose body is not taming's: it has adaptive GroupNorms, no attention")
@@ -214,8 +215,8 @@ def _is_quantizer_state(name: str) -> bool:
 
 
 def _quantizer_state(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of our quantizer that a file lacks. Training goes on from the file's entries, each with the count of
-    one vector."""
+    """The state of our quantizer that a file lacks: training goes on as if one vector had been assigned to each of the
+    file's entries."""
     if arguments["quantizer"] != "vq":
         return {"quantizer.moments": torch.zeros(3)} if arguments["quantizer"] == KL else {}
     entries = weights["quantizer.codebook"].float()
@@ -234,7 +235,7 @@ class _AutoencoderNames:
 
 
 def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `Layout.read`. The autoencoder may be the first stage in the file of a whole latent diffusion, which holds the
+    """As `Layout.read`. The autoencoder may also be the first stage of a whole latent diffusion, whose file holds the
     scale of latents."""
     content = read_state_dict(path, _AutoencoderNames(), "state_dict")
     prefix = _find_prefix(content)
@@ -251,8 +252,8 @@ def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _find_prefix(state: Mapping[str, Tensor]) -> str:
-    """The prefix of the autoencoder's names in a file: that of a latent diffusion's first stage, or any of a trainer's
-    author."""
+    """The prefix of the autoencoder's names in a file: "", that of a latent diffusion's first stage, or the only other
+    one, which a trainer chose."""
     prefixes = [name.removesuffix(_FIRST_WEIGHT) for name in state if name.endswith(_FIRST_WEIGHT)]
     prefix = next((candidate for candidate in ("", _DIFFUSION_PREFIX) if candidate in prefixes), None)
     if prefix is None and len(prefixes) > 1:
@@ -272,10 +273,10 @@ def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, A
     """Constructor arguments from names and shapes."""
 
     def public_layer(layer: str) -> str:
-        return public_name(f"encoder.{layer}", layout, 0)  # the encoder's are the same for any number of levels
+        return public_name(f"encoder.{layer}", layout, 0)  # names in the encoder do not depend on the number of levels
 
     def numbered_layers(layer: str) -> list[str]:
-        """Public names of the layers with the numbers 0, 1, ..., as long as there are some."""
+        """Public names of the layers with the numbers 0, 1, ..., up to the first one that the file lacks."""
         names = (public_layer(layer.format(number)) for number in itertools.count())
         return list(itertools.takewhile(lambda name: name in state, names))
 
@@ -286,7 +287,7 @@ def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, A
     levels = [level for level in range(len(widths)) if public_layer(f"down_{level}_attn_0.q.weight") in state]
     z_channels, has_conv = shape_of(state, "decoder.conv_in.weight", 4)[1], "quant_conv.weight" in state
     arguments: dict[str, Any] = {
-        "image_size": max(256, 2 ** (len(widths) - 1)),  # any would do: no file holds it
+        "image_size": max(256, 2 ** (len(widths) - 1)),  # arbitrary: no file holds it, and it changes no weight
         "body": TAMING, "centred": True, "dim": dim, "channels": channels,
         "ch_mult": [width // dim for width in widths], "attention_levels": levels or None, "z_channels": z_channels,
         "num_resnet_blocks": [len(numbered_layers("down_0_block_{}.conv1.weight"))], "quant_conv": has_conv,
@@ -296,12 +297,12 @@ def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, A
         code_dim = shape_of(state, "post_quant_conv.weight", 4)[1] if has_conv else z_channels
         return {**arguments, "quantizer": KL, "latent_dim": code_dim}
     size, code_dim = shape_of(state, _CODEBOOK, 2)
-    is_cosine = True in layout.cosine and bool((state[_CODEBOOK].float().norm(dim=1) > _SHORTEST).all())
+    is_cosine = True in layout.cosine and bool((state[_CODEBOOK].float().norm(dim=1) > _MIN_ENTRY_NORM).all())
     codebook = {"codebook_size": size, "codebook_dim": code_dim, "vq_cosine": is_cosine}
     return {**arguments, "quantizer": "vq", **codebook}
 
 
-OF_TAMING = Layout(
+TAMING_LAYOUT = Layout(
     "taming-transformers and latent diffusion", _read_taming, ("vq", "ibq", KL), "{side}.{level}.{what}",
     "mid.{what}_{number}",
 )  # fmt: skip

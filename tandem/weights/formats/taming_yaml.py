@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.converters import nearest
 
-from .config_keys import Flags, Known, Section, checked, known_of, number, part_of, short
+from .config_keys import Flags, Section, SupportedValues, get_section, number, require_mapping, short, supported_values
 
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
@@ -40,10 +40,10 @@ def autoencoder_of(config: Section) -> tuple[dict[str, Any], list[str]]:
         ValueError: one line, if it is of another model.
     """
     flat = _flatten(config)
-    model = checked(flat.get("model"), "model")
+    model = require_mapping(flat.get("model"), "model")
     kind = _class_name(model)
     if _FIRST_STAGE in model:
-        flat, whole_kind = {"model": checked(model[_FIRST_STAGE], _FIRST_STAGE)}, kind
+        flat, whole_kind = {"model": require_mapping(model[_FIRST_STAGE], _FIRST_STAGE)}, kind
         model, kind = flat["model"], _class_name(flat["model"])
         notes = [f"model.target {whole_kind}: its {_FIRST_STAGE} is read, and nothing of what it trains on the latents"]
     else:
@@ -54,14 +54,16 @@ def autoencoder_of(config: Section) -> tuple[dict[str, Any], list[str]]:
     return flat, notes
 
 
-def known_keys(rows: Sequence[Row]) -> Known:
+def known_keys(rows: Sequence[Row]) -> SupportedValues:
     """The keys for `without_counterpart`; ``rows``: those about train_vqgan.py."""
-    return known_of(rows, _EQUIVALENTS) | {"data.train.*": ((), "of its dataset, which --image_folder replaces")}
+    return supported_values(rows, _EQUIVALENTS) | {
+        "data.train.*": ((), "of its dataset, which --image_folder replaces")
+    }
 
 
 def processes_of(config: Section) -> int:
     """The number of GPUs in the options of the trainer, which give it as a number or a list; 1 without any."""
-    trainer = part_of(config, "lightning", "trainer")
+    trainer = get_section(config, "lightning", "trainer")
 
     def count(value: Any) -> int:
         is_number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal())
@@ -80,17 +82,17 @@ def flags_of_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
     Raises:
         ValueError: one line that names the key whose value is missing or cannot be used.
     """
-    model, trainer = part_of(config, "model"), part_of(config, "lightning", "trainer")
-    model_flags, notes = _model_flags(model, part_of(config, "data", "train"))
+    model, trainer = get_section(config, "model"), get_section(config, "lightning", "trainer")
+    model_flags, notes = _model_flags(model, get_section(config, "data", "train"))
     loss_flags, loss_notes = _loss_flags(model, model_flags["image_size"][1], trainer)
-    pictures = part_of(config, "lightning", "callbacks", "image_logger")
+    pictures = get_section(config, "lightning", "callbacks", "image_logger")
     steps = None if trainer.get("max_steps") == -1 else trainer.get("max_steps")
     flags: Flags = {
-        **model_flags, **loss_flags, **_batch_flags(model, part_of(config, "data"), trainer, processes),
+        **model_flags, **loss_flags, **_batch_flags(model, get_section(config, "data"), trainer, processes),
         "init_from": ("model.ckpt_path", model.get("ckpt_path")), "seed": ("seed", _SEED),
         "betas": ("model.target", "0.5,0.9"), "penalty_weight": ("model.lossconfig", 0.0),
         "ema_decay": ("model.use_ema", 0.9999 if model.get("use_ema") else 0.0),
-        "num_workers": ("data.num_workers", part_of(config, "data").get("num_workers")),
+        "num_workers": ("data.num_workers", get_section(config, "data").get("num_workers")),
         "max_steps": ("lightning.trainer.max_steps", steps),
         "epochs": ("lightning.trainer.max_epochs", trainer.get("max_epochs") or (_ENDLESS if steps else _EPOCHS)),
         "precision": ("lightning.trainer.precision", _precision_flag(trainer.get("precision", 32))),
@@ -110,7 +112,7 @@ def flags_of_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
 
 def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
     """Flags of the model and of its images, and notes for the user."""
-    layers, notes = checked(model.get("ddconfig"), "model.ddconfig"), []
+    layers, notes = require_mapping(model.get("ddconfig"), "model.ddconfig"), []
     kind, prefix = _class_name(model), "model.ddconfig."
     for name in ("ch", "ch_mult", "num_res_blocks", "attn_resolutions", "z_channels", "resolution"):
         if layers.get(name) is None:
@@ -126,7 +128,7 @@ def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
         notes.append(
             "model.target GumbelVQ: there is no Gumbel quantizer; a vector quantizer of as many codes is written"
         )
-    data = {**data, **part_of(data, "config")}
+    data = {**data, **get_section(data, "config")}
     size, side = data.get("size"), data.get("crop_size") or data.get("size") or resolution
     if size not in (None, side):
         notes.append(f"data.train.size {short(size)}: the shorter side is resized to {side} instead, before the crop")
@@ -154,7 +156,7 @@ def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
 def _loss_flags(model: Section, side: float, trainer: Section) -> tuple[Flags, list[str]]:
     """Flags of the losses of generator and discriminator and of the norms to which their gradients are clipped, and
     notes for the user. ``side``: of the images."""
-    loss, prefix = checked(model.get("lossconfig"), "model.lossconfig"), "model.lossconfig."
+    loss, prefix = require_mapping(model.get("lossconfig"), "model.lossconfig"), "model.lossconfig."
     kind, notes = _class_name(loss), []
     if kind not in _LOSSES:
         problem = "it says no losses" if kind in _EMPTY_LOSSES or not kind else f"no {' or '.join(_LOSSES)}"

@@ -33,7 +33,7 @@ class Tower(NamedTuple):
 
 
 def read_text_tower(path: str | Path, quick_gelu: bool = False) -> Tower:
-    """The text encoder of a file or folder, without layers that project or classify its output.
+    """The text encoder in a file or folder, without its output projection or classifier.
 
     Args:
         path: A state dict of an open_clip model (.pt, .bin or .safetensors), or a checkpoint of its training; a folder
@@ -63,7 +63,7 @@ def read_towers(text: str | None, audio: str | None, quick_gelu: bool) -> dict[s
     return encoders | ({"audio_tower": read_audio_tower(audio)} if audio else {})
 
 
-def take_towers(model: Any, encoders: Mapping[str, Tower], tokenizer: Any) -> None:
+def load_towers(model: Any, encoders: Mapping[str, Tower], tokenizer: Any) -> None:
     """Give a `MuLaN` the weights of its towers. Raises ValueError, in one line, if the text tower knows fewer tokens
     than the tokenizer, which has a `vocab_size` and a `name`."""
     if tokenizer.vocab_size > (vocab_size := model.config["vocab_size"]):
@@ -111,9 +111,9 @@ def _read_ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     sizes = features.get("num_mel_bins", 128), features.get("max_length", 1024)
     if sizes != (tower_config["num_mel_bins"], tower_config["max_length"]):
         raise ValueError("its preprocessor_config.json is of spectrograms of another size than its config.json")
-    normalised = {"mean": features.get("mean", -4.2677393), "std": features.get("std", 4.5689974)}
-    unchanged = {"mean": 0.0, "std": 0.5}  # minus 0 and over 1
-    return {**tower_config, **(normalised if features.get("do_normalize", True) else unchanged)}, _read_state(path)
+    statistics = {"mean": features.get("mean", -4.2677393), "std": features.get("std", 4.5689974)}
+    no_statistics = {"mean": 0.0, "std": 0.5}  # (x - 0) / (2 x 0.5)
+    return {**tower_config, **(statistics if features.get("do_normalize", True) else no_statistics)}, _read_state(path)
 
 
 def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -133,22 +133,22 @@ def _read_state(path: Path) -> dict[str, Tensor]:
 def _convert_open_clip(
     state: Mapping[str, Tensor], config: Mapping[str, Any], quick_gelu: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """open_clip's text tower as transformers' CLIPTextModel, which is the same network. open_clip's own layers choose
-    the kernel of attention themselves, and so give other bits with a graph than without."""
+    """open_clip's text tower as transformers' CLIPTextModel, which is the same network. open_clip's own layers use
+    another attention kernel with autograd than without, and so round differently."""
     defaults = {"embed_cls": False, "no_causal_mask": False, "ls_init_value": None, "hf_model_name": None,
                 "act_kwargs": None, "norm_kwargs": None, "block_type": None, "final_ln_after_pool": False}  # fmt: skip
     for name, value in defaults.items():
         if config.get(name, value) not in (value, {}):
             raise ValueError(f"its {name} is {str(config[name])[:40]}; only the plain text tower of CLIP can be taken")
-    anchor = "token_embedding.weight"
-    prefixes = [name.removesuffix(anchor) for name in state if name == anchor or name.endswith(f".{anchor}")]
+    embedding = "token_embedding.weight"
+    prefixes = [name.removesuffix(embedding) for name in state if name == embedding or name.endswith(f".{embedding}")]
     if len(prefixes) != 1:
-        raise ValueError(f"it has {len(prefixes)} tensors {anchor}, not 1")
+        raise ValueError(f"it has {len(prefixes)} tensors {embedding}, not 1")
     weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
         our_name = name.removeprefix(prefixes[0])
-        for old, new in _OPEN_CLIP_NAMES.items():
-            our_name = our_name.replace(old, new)
+        for public_part, our_part in _OPEN_CLIP_NAMES.items():
+            our_name = our_name.replace(public_part, our_part)
         start, in_projection, end = our_name.partition("in_proj_")
         names = [f"{start}{part}_proj.{end}" for part in "qkv"] if in_projection else [our_name]
         if name.startswith(prefixes[0]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.models.diffusion import Denoised, Schedule
-from tandem.models.diffusion.losses import target_of
+from tandem.models.diffusion.losses import prediction_target
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -18,7 +18,7 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 def prediction_of(objective: str, x0: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
     """The prediction that means the clean picture x0, at the noisy picture x."""
-    return target_of(objective, x0, (x - alpha * x0) / sigma, alpha, sigma)
+    return prediction_target(objective, x0, (x - alpha * x0) / sigma, alpha, sigma)
 
 
 class Gaussian:

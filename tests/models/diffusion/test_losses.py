@@ -19,13 +19,13 @@ from tandem.models.diffusion.losses import (
     check_combination,
     loss_weights,
     predict_x_start,
-    target_of,
+    prediction_target,
 )
 from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, no_draw, normal, prediction_of
 from tests.models.helpers import refused
 
-COSINE, LINEAR, FLOW = (Schedule.named(name) for name in ("cosine", "linear", "flow"))
+COSINE, LINEAR, FLOW = (Schedule.from_name(name) for name in ("cosine", "linear", "flow"))
 TIMES = torch.tensor([0, 1, 300, 700, 999])
 FRACTION = 0.3
 
@@ -58,7 +58,7 @@ def loss_of(objective: str, schedule: Schedule = LINEAR, **options: Any) -> tupl
 @pytest.mark.parametrize("objective", ["noise", "x_start", "v", "flow"])
 @pytest.mark.parametrize("deviation", [1.0, 0.5])
 def test_the_best_network_has_the_least_loss(objective: str, deviation: float) -> None:
-    schedule = Schedule.named("flow" if objective == "flow" else "cosine")
+    schedule = Schedule.from_name("flow" if objective == "flow" else "cosine")
     pixels, count = Gaussian(schedule, deviation), 4000
     times = torch.arange(count) * 1000 // count
     x0, noise = deviation * normal(count, 1, 4, 4), normal(count, 1, 4, 4, seed=2)
@@ -138,11 +138,11 @@ def is_fine(schedule: Schedule, objective: str, weight: str) -> bool:
     ("objective", "zero"), [*itertools.product(("x_start", "v", "flow"), (False, True)), ("noise", False)]
 )
 def test_the_target_means_the_clean_picture_at_every_level(objective: str, zero: bool) -> None:
-    schedule = Schedule.named("flow" if objective == "flow" else "linear", zero_terminal_snr=zero)
+    schedule = Schedule.from_name("flow" if objective == "flow" else "linear", zero_terminal_snr=zero)
     alpha, sigma = schedule.alpha, schedule.sigma
     x0, noise = torch.randn(2, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = alpha * x0 + sigma * noise
-    target = target_of(objective, x0, noise, alpha, sigma)
+    target = prediction_target(objective, x0, noise, alpha, sigma)
     # The levels of most noise divide by alpha = 0.006, those of least by sigma = 0.001: rounding grows that much.
     close = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(predict_x_start(objective, target, x, alpha, sigma), x0, **close)
@@ -152,7 +152,7 @@ def test_the_target_means_the_clean_picture_at_every_level(objective: str, zero:
 def test_every_weight_goes_with_every_objective_of_every_schedule_and_is_0_at_snr_0_alone(
     name: str, zero: bool
 ) -> None:
-    schedule = Schedule.named(name, zero_terminal_snr=zero)
+    schedule = Schedule.from_name(name, zero_terminal_snr=zero)
     objectives = ("flow", "x_start") if name == "flow" else VP[1:] if schedule.ends_at_zero_snr else VP
     allowed = {pair for pair in itertools.product(OBJECTIVES, LOSS_WEIGHTS) if is_fine(schedule, *pair)}
     assert allowed == set(itertools.product(objectives, LOSS_WEIGHTS))
@@ -163,16 +163,16 @@ def test_every_weight_goes_with_every_objective_of_every_schedule_and_is_0_at_sn
 
 
 def some_sample(**options: Any) -> Tensor:
-    schedule, noise = Schedule.named("cosine", 10), torch.zeros(1, 1, 2, 2)
+    schedule, noise = Schedule.from_name("cosine", 10), torch.zeros(1, 1, 2, 2)
     return sample(Gaussian(schedule, 1).denoise, schedule, noise, draw=no_draw, **{"steps": 5, **options})
 
 
 @pytest.mark.parametrize(("call", "wrong", "said"), [
-    (check_combination, (Schedule.named(zero_terminal_snr=True), "noise", "none"), "SNR is 0"),
-    (check_combination, (Schedule.named("flow"), "v", "none"), "flow"),
+    (check_combination, (Schedule.from_name(zero_terminal_snr=True), "noise", "none"), "SNR is 0"),
+    (check_combination, (Schedule.from_name("flow"), "v", "none"), "flow"),
     (check_combination, (COSINE, "flow", "none"), "flow"),
     (check_combination, (COSINE, "eps", "none"), "'eps'"), (check_combination, (COSINE, "v", "minsnr"), "'minsnr'"),
-    (Schedule.named, {"name": "cosin"}, "'cosin'"), (Schedule.named, {"timesteps": 1}, "2 or more"),
+    (Schedule.from_name, {"name": "cosin"}, "'cosin'"), (Schedule.from_name, {"timesteps": 1}, "2 or more"),
     (some_sample, {"sampler": "euler"}, "'euler'"), (some_sample, {"steps": 11}, "1 to 10"),
     (some_sample, {"steps": 0}, "1 to 10"), (some_sample, {"sampler": "ddim", "eta": 1.5}, "eta"),
 ])  # fmt: skip
@@ -183,7 +183,7 @@ def test_what_cannot_be_trained_or_sampled_is_refused(call: Callable[..., Any], 
 @pytest.mark.parametrize("zero", [False, True])
 def test_weights_are_the_published_ones_down_to_snr_0(zero: bool) -> None:
     """Of v, Hang et al. 2023: min(SNR, gamma) / (SNR + 1); of the noise, which has none at SNR 0, times its share."""
-    schedule = Schedule.named("cosine", zero_terminal_snr=zero)
+    schedule = Schedule.from_name("cosine", zero_terminal_snr=zero)
     snr = schedule.log_snr.exp()
     of_v = {"min_snr": snr.clamp_max(3) / (snr + 1), "p2": (2 + snr) ** -0.5 * snr / (1 + snr)}
     options = {"min_snr_gamma": 3.0, "p2_gamma": 0.5, "p2_k": 2.0}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.decoder import SCHEDULES
-from tandem.models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, guided, sample
+from tandem.models.diffusion import Denoised, Inpaint, Schedule, apply_guidance, dynamic_threshold, sample
 from tandem.models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
 from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, normal, uniform_levels
@@ -26,7 +26,7 @@ def shrunk(schedule: Schedule, deviation: float, sampler: str, steps: int) -> fl
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("steps", [50, 7])
 def test_ddim_is_the_linear_map_that_its_levels_give(name: str, steps: int) -> None:
-    schedule, z = Schedule.named(name), normal(2, 3, 4, 4)
+    schedule, z = Schedule.from_name(name), normal(2, 3, 4, 4)
     pixels = Gaussian(schedule, 0.5, mean=0.3)
     out = sample(pixels.denoise, schedule, z, draw=no_draw, sampler="ddim", steps=steps)
     visited = uniform_levels(999, steps)
@@ -57,7 +57,7 @@ def spread(pixels: Gaussian, denoise: Callable, **options) -> float:
 
 
 def test_the_variance_of_ddpm_is_that_of_its_recursion() -> None:
-    schedule = Schedule.named("linear", 20)
+    schedule = Schedule.from_name("linear", 20)
     pixels, beta, signal = Gaussian(schedule, 0.5), schedule.betas, schedule.alpha**2
     variance = 1.0
     for t in range(19, 0, -1):
@@ -75,7 +75,7 @@ def test_the_variance_of_ddpm_is_that_of_its_recursion() -> None:
 @pytest.mark.parametrize("inpainted", [False, True])
 def test_ddpm_with_the_best_learned_variance_draws_from_the_distribution_itself(inpainted: bool) -> None:
     """So it does if noise is added again and again for inpainting: that leads back to the level's own distribution."""
-    schedule = Schedule.named("linear", 40, zero_terminal_snr=True)
+    schedule = Schedule.from_name("linear", 40, zero_terminal_snr=True)
     pixels, variance = Gaussian(schedule, 0.5), LearnedVariance(schedule)
     fraction = (pixels.reverse_variance.log() - variance.log_small) / (variance.log_large - variance.log_small)
 
@@ -93,7 +93,7 @@ def test_ddpm_with_the_best_learned_variance_draws_from_the_distribution_itself(
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("resample_times", [1, 3])
 def test_inpainting_keeps_what_the_mask_says_and_draws_the_rest(sampler: str, resample_times: int) -> None:
-    schedule = Schedule.named("cosine", zero_terminal_snr=True)
+    schedule = Schedule.from_name("cosine", zero_terminal_snr=True)
     pixels, image = Gaussian(schedule, 0.5), torch.full((2, 3, 6, 6), 0.25, dtype=torch.float64)
     gap = torch.zeros(2, 6, 6, dtype=torch.bool)
     gap[0, :, [0, 5]] = True
@@ -109,7 +109,7 @@ def test_inpainting_keeps_what_the_mask_says_and_draws_the_rest(sampler: str, re
 
 
 def test_at_each_level_the_kept_parts_are_the_image_with_that_levels_noise() -> None:
-    schedule = Schedule.named("cosine", 100)
+    schedule = Schedule.from_name("cosine", 100)
     image, seen = torch.full((1, 3, 2, 2), 0.5, dtype=torch.float64), list[tuple[int, float]]()
 
     def denoise(x: Tensor, t: int) -> Denoised:
@@ -125,7 +125,7 @@ def test_at_each_level_the_kept_parts_are_the_image_with_that_levels_noise() -> 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_sampling_visits_the_last_level_first_and_each_level_once(sampler: str) -> None:
-    schedule, seen, told = Schedule.named("cosine"), list[int](), list[tuple[int, int]]()
+    schedule, seen, told = Schedule.from_name("cosine"), list[int](), list[tuple[int, int]]()
 
     def denoise(x: Tensor, t: int) -> Denoised:
         seen.append(t)
@@ -142,7 +142,7 @@ def test_sampling_visits_the_last_level_first_and_each_level_once(sampler: str) 
 
 
 def test_repainting_runs_the_network_as_often_as_it_says() -> None:
-    schedule, calls = Schedule.named("cosine", 50), list[int]()
+    schedule, calls = Schedule.from_name("cosine", 50), list[int]()
     z = normal(1, 1, 2, 2)
 
     def denoise(x: Tensor, t: int) -> Denoised:
@@ -155,7 +155,7 @@ def test_repainting_runs_the_network_as_often_as_it_says() -> None:
 
 
 def test_after_noise_was_added_again_dpmpp_has_no_slope_to_continue() -> None:
-    schedule, z = Schedule.named("cosine", 50), normal(1, 1, 2, 2)
+    schedule, z = Schedule.from_name("cosine", 50), normal(1, 1, 2, 2)
     inpaint = Inpaint(z, torch.zeros(1, 1, 2, 2, dtype=torch.bool), 2)
     seen: dict[str, list[Tensor]] = {"ddim": [], "dpmpp_2m": []}
     for sampler, inputs in seen.items():
@@ -171,7 +171,7 @@ def test_after_noise_was_added_again_dpmpp_has_no_slope_to_continue() -> None:
 
 @pytest.mark.parametrize(("name", "zero"), [("linear", False), ("linear", True)])
 def test_karras_levels_are_the_nearest_to_equal_steps_of_the_seventh_root(name: str, zero: bool) -> None:
-    schedule = Schedule.named(name, zero_terminal_snr=zero)
+    schedule = Schedule.from_name(name, zero_terminal_snr=zero)
     levels = sampling_levels(schedule, 12, "dpmpp_2m")
     assert levels[0].number == 999 and levels[-2].number == 0 and levels[-1] == CLEAN and len(levels) == 13
     noise = (schedule.sigma / schedule.alpha).log()
@@ -189,7 +189,7 @@ def test_karras_levels_are_the_nearest_to_equal_steps_of_the_seventh_root(name: 
 def test_each_step_visits_a_level_of_its_own(name: str, sampler: str, steps: int) -> None:
     """Where levels lie far apart, the one that is nearest to a step of Karras' is that of its neighbours too."""
     for zero in (False, True):
-        schedule = Schedule.named(name, zero_terminal_snr=zero)
+        schedule = Schedule.from_name(name, zero_terminal_snr=zero)
         numbers = [level.number for level in sampling_levels(schedule, steps, sampler)[:-1]]
         assert len(set(numbers)) == steps and numbers == sorted(numbers, reverse=True) and numbers[0] == 999
 
@@ -198,7 +198,7 @@ def test_each_step_visits_a_level_of_its_own(name: str, sampler: str, steps: int
 @pytest.mark.parametrize("zero", [False, True])
 def test_the_default_sampler_keeps_small_deviations_on_every_schedule(name: str, zero: bool) -> None:
     """With uniform steps it keeps 90% of it on linear."""
-    schedule = Schedule.named(name, zero_terminal_snr=zero)
+    schedule = Schedule.from_name(name, zero_terminal_snr=zero)
     assert shrunk(schedule, 0.25, "dpmpp_2m", 20) == pytest.approx(0.25, rel=0.03)
 
 
@@ -212,7 +212,7 @@ def test_the_threshold_is_a_percentile_of_each_picture_and_leaves_small_ones_alo
 
 # Guidance.
 
-SCHEDULE = Schedule.named("cosine")
+SCHEDULE = Schedule.from_name("cosine")
 WITH, WITHOUT = Gaussian(SCHEDULE, 0.5, mean=0.4), Gaussian(SCHEDULE, 0.5, mean=-0.1)
 Z = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -237,23 +237,25 @@ def test_guided_samples_are_those_of_the_extrapolated_distribution(scale: float)
     mean = -0.1 + scale * 0.5
     pixels = Gaussian(SCHEDULE, 0.5, mean)
     expected = mean + pixels.shrinking(uniform_levels(999, 20)) * (Z - SCHEDULE.alpha[999] * mean)
-    out = samples(guided(WITH.denoise, WITHOUT.denoise, SCHEDULE, scale))
+    out = samples(apply_guidance(WITH.denoise, WITHOUT.denoise, SCHEDULE, scale))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 def test_a_learned_variance_is_the_conditional_one_and_a_network_that_guides_itself_is_itself() -> None:
     network, other = Counted(WITH, 1.0), Counted(WITHOUT, 0.0)
-    out = guided(network, other, SCHEDULE, 3.0)(Z, 500)
+    out = apply_guidance(network, other, SCHEDULE, 3.0)(Z, 500)
     assert out.variance_fraction is not None and torch.equal(out.variance_fraction, torch.ones_like(Z))
     assert (network.calls, other.calls) == (1, 1)
-    torch.testing.assert_close(samples(guided(network, network, SCHEDULE, 2.0)), samples(network), rtol=0, atol=0)
+    torch.testing.assert_close(
+        samples(apply_guidance(network, network, SCHEDULE, 2.0)), samples(network), rtol=0, atol=0
+    )
 
 
 def test_the_interval_is_open_below_and_closed_above_and_infinity_is_inside() -> None:
     schedule = Schedule(torch.tensor([2.0, 0.0, -torch.inf], dtype=torch.float64))
-    pixels, other = Gaussian(Schedule.named("cosine", 3), 0.5), Counted(WITHOUT, 0.0)
+    pixels, other = Gaussian(Schedule.from_name("cosine", 3), 0.5), Counted(WITHOUT, 0.0)
     for interval, inside in (((0.0, 1.0), {0, 1}), ((1.0, float("inf")), {2}), ((0.5, 2.0), {1})):
-        denoise = guided(pixels.denoise, other, schedule, 2.0, interval=interval)
+        denoise = apply_guidance(pixels.denoise, other, schedule, 2.0, interval=interval)
         for t in range(3):
             other.calls = 0
             is_guided = not torch.equal(denoise(Z, t).x_start, pixels.estimate(Z, t))

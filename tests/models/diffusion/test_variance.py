@@ -40,21 +40,21 @@ def bound(pixels: Gaussian, fraction: Tensor, first_variance: Tensor) -> float:
 def test_the_bound_of_standard_normal_pictures_is_their_entropy_with_the_large_variance(
     name: str, timesteps: int
 ) -> None:
-    pixels = Gaussian(Schedule.named(name, timesteps), 1.0)
+    pixels = Gaussian(Schedule.from_name(name, timesteps), 1.0)
     found = bound(pixels, torch.ones(timesteps).double(), pixels.schedule.betas[0])
     assert found == pytest.approx(1.4189385332, abs=1e-9)  # log(2 pi e) / 2
 
 
 @pytest.mark.parametrize(("deviation", "nats"), [(0.5, 0.7257914), (2.0, 2.1120857)])
 def test_the_bound_is_exact_with_the_variance_of_the_reverse_process(deviation: float, nats: float) -> None:
-    pixels = Gaussian(Schedule.named("linear"), deviation)
+    pixels = Gaussian(Schedule.from_name("linear"), deviation)
     fraction = best_fraction(pixels, LearnedVariance(pixels.schedule))
     assert bound(pixels, fraction, pixels.reverse_variance[0]) == pytest.approx(nats, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", ["cosine", "flow"])
 def test_with_the_small_variance_a_term_is_the_fall_of_snr_times_half_the_squared_error(name: str) -> None:
-    schedule = Schedule.named(name, 50)
+    schedule = Schedule.from_name(name, 50)
     snr = schedule.log_snr.exp()
     error = torch.linspace(0.1, 2, 50).double()
     terms = nats_of_every_level(LearnedVariance(schedule), error**2, torch.zeros(50).double())
@@ -62,7 +62,7 @@ def test_with_the_small_variance_a_term_is_the_fall_of_snr_times_half_the_square
 
 
 def test_the_first_level_has_the_small_variance_of_the_second_and_finite_bits() -> None:
-    schedule = Schedule.named("cosine")
+    schedule = Schedule.from_name("cosine")
     variance = LearnedVariance(schedule)
     assert variance.log_small[0] == variance.log_small[1]
     assert variance.log_small[0].item() == pytest.approx(-10.73408, abs=5e-6)
@@ -77,7 +77,7 @@ def test_the_first_level_has_the_small_variance_of_the_second_and_finite_bits() 
 
 def test_estimates_far_off_at_high_noise_leave_finite_gradients() -> None:
     """Early in training on noise, an estimate of x0 is off by as much as 1 / alpha = 20000."""
-    variance = LearnedVariance(Schedule.named("cosine"))
+    variance = LearnedVariance(Schedule.from_name("cosine"))
     x0, fraction = torch.zeros(2, 3, 4, 4), torch.full((2, 3, 4, 4), 0.5).requires_grad_()
     x_start = torch.stack([torch.full((3, 4, 4), 0.1), torch.full((3, 4, 4), 3e6)])
     variance.bits(x0, x_start, fraction, torch.tensor([0, 999])).sum().backward()

@@ -22,7 +22,7 @@ import convert
 from tandem.config.models.decoder import DecoderConfig
 from tandem.io.published import read_state_dict
 from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
-from tandem.weights.formats.detection import FORMATS, format_of
+from tandem.weights.formats.detection import FORMATS, detect_format
 from tandem.weights.load import load_model
 from tests.models.helpers import MUSICLM, VAE, assert_same_bits, one_line_of
 from tests.models.reference.autoencoders import state_of, written
@@ -98,7 +98,7 @@ def test_prefixes_are_taken_off_in_the_files_of_every_package(name: str, tmp_pat
     content = torch.load(path, weights_only=True)
     key = "model" if name == "llamagen" else FIRST_NAMES.get(name)
     torch.save({**content, key: prefixed("module.", content[key])} if key else prefixed("module.", content), wrapped)
-    assert format_of(wrapped) is FORMATS[name]
+    assert detect_format(wrapped) is FORMATS[name]
     assert_same_bits(load_model(wrapped), load_model(path))
 
 

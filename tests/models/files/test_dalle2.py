@@ -143,7 +143,7 @@ def test_published_decoders_have_the_public_names_and_shapes_here(name: str) -> 
 def test_a_table_of_noise_says_whether_its_last_level_is_noise_alone(
     zero: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    schedules = [Schedule.named(name, TIMESTEPS, zero_terminal_snr=zero) for name in ("cosine", "linear")]
+    schedules = [Schedule.from_name(name, TIMESTEPS, zero_terminal_snr=zero) for name in ("cosine", "linear")]
     tables = {f"noise_schedulers.{n}.alphas_cumprod": (each.alpha**2).to(dtype) for n, each in enumerate(schedules)}
     config = {**CONFIG, "predict_v": True}
     model = load_public_decoder(laion(tmp_path / "decoder.pth", config, {**PUBLIC, **tables}))

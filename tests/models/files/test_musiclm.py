@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.models import MuLaN
 from tandem.training.losses.contrastive import Contrastive
-from tandem.weights.formats.detection import format_of
+from tandem.weights.formats.detection import detect_format
 from tandem.weights.formats.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from tests.models.helpers import Call, assert_same_bits, one_line_of, without
 from tests.models.reference import musiclm
@@ -96,7 +96,7 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "mulan.pt")
     plain = load_public_mulan(tmp_path / "mulan.pt").state_dict()
     for name in ("mulan.1000.pt", "module.pt", "mulan.safetensors"):
-        assert is_public_mulan(tmp_path / name) and format_of(tmp_path / name).model == "MuLaN"
+        assert is_public_mulan(tmp_path / name) and detect_format(tmp_path / name).model == "MuLaN"
         assert_same_bits(load_public_mulan(tmp_path / name).state_dict(), plain)
     assert "--weights ema" in one_line_of(lambda path: load_public_mulan(path, weights="ema"), tmp_path / "mulan.pt")
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.launch import describe_model
 from tandem.models import VQGAN
-from tandem.weights.formats.detection import FORMATS, format_of
+from tandem.weights.formats.detection import FORMATS, detect_format
 from tandem.weights.formats.diffusers import DIFFUSERS, diffusers_folder
-from tandem.weights.formats.taming import LLAMAGEN, OF_TAMING, public_name
+from tandem.weights.formats.taming import LLAMAGEN, TAMING_LAYOUT, public_name
 from tandem.weights.load import load_model, resolve
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images
 from tests.models.reference.autoencoders import CASES, WEIGHTS, images, state_of, stored, stored_output, written
@@ -38,7 +38,7 @@ each_case = pytest.mark.parametrize("case", CASES)
 def test_public_weights_give_the_public_codes_latents_and_images(case: str, tmp_path: Path) -> None:
     """Of the packages themselves, whose outputs are stored."""
     path = written(case, tmp_path)
-    assert format_of(path) is FORMATS[FORMAT_OF[case]]
+    assert detect_format(path) is FORMATS[FORMAT_OF[case]]
     model = load_model(path)
     assert not model.training
     assert model.config.items() >= {"body": "taming", **CASES[case].ours}.items()
@@ -259,7 +259,7 @@ def test_a_pipeline_older_names_and_other_files_are_read_as_the_folder_itself(tm
 def test_the_description_says_what_a_file_is_and_what_follows_from_it(tmp_path: Path) -> None:
     for case, kind in (("sd", "diffusers folder"), ("llamagen", "LlamaGen file")):
         path = written(case, tmp_path)
-        facts = format_of(path).describe(path)
+        facts = detect_format(path).describe(path)
         assert facts["kind"] == kind and facts["model"] == "VQGAN"
         assert facts["arguments"].items() >= CASES[case].ours.items()
         assert facts["parameters"] == sum(tensor.numel() for tensor in load_model(path).state_dict().values())
@@ -283,9 +283,9 @@ def test_training_goes_on_from_the_loaded_codebook(case: str, tmp_path: Path) ->
 def test_names_have_one_counterpart_in_every_layout() -> None:
     model = VQGAN(VQGANConfig(image_size=16, body="taming", ch_mult=(1, 2, 2), dim=32, attention_levels=(1, 2)))
     names = [name for name in model.state_dict() if not name.startswith("quantizer.")]
-    for layout in (OF_TAMING, LLAMAGEN, DIFFUSERS):
+    for layout in (TAMING_LAYOUT, LLAMAGEN, DIFFUSERS):
         assert len({public_name(name, layout, 3) for name in names}) == len(names)
-    assert public_name("decoder.up_2_block_0.norm1.weight", OF_TAMING, 3) == "decoder.up.2.block.0.norm1.weight"
+    assert public_name("decoder.up_2_block_0.norm1.weight", TAMING_LAYOUT, 3) == "decoder.up.2.block.0.norm1.weight"
     assert public_name("decoder.up_2_block_0.norm1.weight", LLAMAGEN, 3) == "decoder.conv_blocks.0.res.0.norm1.weight"
     assert public_name("decoder.mid_block_2.conv1.bias", DIFFUSERS, 3) == "decoder.mid_block.resnets.1.conv1.bias"
 

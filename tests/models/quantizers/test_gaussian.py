@@ -15,7 +15,7 @@ from torch.distributions import Normal, kl_divergence
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.models import VQGAN
 from tandem.models.quantizers import make_quantizer
-from tandem.models.quantizers.gaussian import DiagonalGaussian, scale_of
+from tandem.models.quantizers.gaussian import DiagonalGaussian, compute_scale
 from tests.models.helpers import TAMING, assert_same_bits, some, some_images, state_of
 from tests.processes import Process, on_processes
 
@@ -71,10 +71,10 @@ def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, *
 
 def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_counts_for_nothing() -> None:
     quantizer = gaussian()
-    assert scale_of(quantizer.moments) is None
+    assert compute_scale(quantizer.moments) is None
     updated(quantizer, [some_z()])
     means = some_z()[:, :DIM].double()
-    scaling, shift = scale_of(quantizer.moments)
+    scaling, shift = compute_scale(quantizer.moments)
     assert math.isclose(shift, means.mean(), rel_tol=1e-5)
     assert math.isclose(scaling, 1 / means.std(correction=0), rel_tol=1e-5)
     before = state_of(quantizer)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.weights.formats.detection import FORMATS, format_of
+from tandem.weights.formats.detection import FORMATS, detect_format
 from tests.models.reference.absent import unused
 from tests.models.reference.autoencoders import CASES, FILE, images, written
 from tests.models.reference.unets import weights_of
@@ -85,7 +85,7 @@ def main() -> None:
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             path = written(case, Path(folder))
-            public = format_of(path)
+            public = detect_format(path)
             back = Path(folder) / "back"
             public.save(public.load(path, "best"), back)
             model = made(case)

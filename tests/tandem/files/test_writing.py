@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tandem.io import writing
-from tandem.io.writing import hold, open_appending, replacing, write_atomically
+from tandem.io.writing import acquire_lock, open_appending, replacing, write_atomically
 from tests.training.disk import failing
 
 
@@ -62,7 +62,7 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("opened", [hold, open_appending])
+@pytest.mark.parametrize("opened", [acquire_lock, open_appending])
 def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, tmp_path, treasure):
     (tmp_path / "link").symlink_to(treasure)
     with pytest.raises(OSError, match="it is a link; remove it"):
@@ -86,7 +86,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         is_held = fork.Event()
 
         def work() -> None:
-            lock = hold(tmp_path / ".lock")
+            lock = acquire_lock(tmp_path / ".lock")
             if said:
                 lock.seek(0), lock.truncate(0), lock.write(said.encode()), lock.flush()
             is_held.set()
@@ -115,7 +115,7 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
             other.kill()
             other.join()
 
-    hold(tmp_path / ".lock", mark).close()
+    acquire_lock(tmp_path / ".lock", mark).close()
     assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3
     [line] = capsys.readouterr().err.splitlines()
     assert f"{tmp_path} is in use by {AWAY}" in line and "2 minutes" in line
@@ -129,7 +129,7 @@ def test_a_lock_that_outlives_the_lease_is_that_of_a_process_that_runs_seen_here
     said = said.format(own=os.getpid(), host=socket.gethostname())
     held(said)
     with pytest.raises(ValueError, match=re.escape(f"is in use by {said.replace(chr(27), '?')}; end it first, or")):
-        hold(tmp_path / ".lock", lease_seconds=0.1)
+        acquire_lock(tmp_path / ".lock", lease_seconds=0.1)
     (line,) = capsys.readouterr().err.splitlines()
     assert "waiting for up to" in line
 

@@ -198,7 +198,7 @@ def test_the_base_configuration_has_the_public_defaults(name: str) -> None:
     args = vars(based(script))
     # A folder; an example, see FACTS; and a choice that is made otherwise there.
     others = ("output_dir", "grad_accum_steps", "batch_size")
-    theirs = {row.flag: row.default_there for row in rows(f"{name}.py") if row.default_there != "(needed)"}
+    theirs = {row.flag: row.public_default for row in rows(f"{name}.py") if row.public_default != "(needed)"}
     said = {flag: yaml.safe_load(text) for flag, text in theirs.items() if flag in args and text and flag not in others}
     read = vars(script.module.build_parser().with_values(said))
     expected = {flag: read[flag] for flag in said} | dict(ChainMap(*FACTS[name].values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.reporting.grouping import group_of, groups
+from tandem.reporting.grouping import groups, metric_group
 from tandem.training.metrics.directions import better_direction as direction
 
 
@@ -21,12 +21,12 @@ from tandem.training.metrics.directions import better_direction as direction
     ],
 )
 def test_a_metric_has_its_group_and_its_better_end(metric: str, group: str, better: str) -> None:
-    assert group_of(metric) == group
+    assert metric_group(metric) == group
     assert group in ("Optimisation", "Costs") or direction(metric) == better
 
 
 def test_groups_keep_the_order_of_metrics_and_leave_out_what_is_empty() -> None:
-    assert groups(["lr", "b", "valid/x", "a", "b", "c"], zero={"c"}) == [
+    assert groups(["lr", "b", "valid/x", "a", "b", "c"], zero_metrics={"c"}) == [
         {"name": "Validation", "metrics": ["valid/x"], "is_folded": False},
         {"name": "Other values", "metrics": ["b", "a"], "is_folded": False},
         {"name": "Optimisation", "metrics": ["lr"], "is_folded": False},

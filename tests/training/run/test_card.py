@@ -12,7 +12,7 @@ import pytest
 
 import train_vae
 from tandem.weights.card import KINDS, Kind, model_card, public_settings
-from tandem.weights.origin import settings_of
+from tandem.weights.origin import read_public_settings
 from tests.scripts import ROOT
 
 KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-encode --model {}", ("a-tag",))
@@ -58,9 +58,9 @@ def test_of_a_configuration_the_card_shows_what_the_script_knows_and_nothing_of_
     run = write_run(tmp_path, [])
     for content, shown in {"seed: 3\ncolour: 7\n": {"seed": 3}, "a: [": {}, "- seed": {}}.items():
         (run / "config.yaml").write_text(content)
-        assert settings_of(run, KIND) == shown
+        assert read_public_settings(run, KIND) == shown
     (run / "config.yaml").unlink()
-    assert settings_of(run, KIND) == {}
+    assert read_public_settings(run, KIND) == {}
 
 
 def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:

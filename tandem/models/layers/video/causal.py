@@ -1,7 +1,8 @@
 """Causal convolutions, resampling and residual units of videos (b, c, f, h, w), for whole clips and for streams.
 
-A layer that looks at other frames is called as ``layer(x, context)``, with a whole clip or with its chunks in order. In
-the latter case the context holds what a layer remembers of earlier chunks, and the outputs are those of the whole clip.
+A layer that looks at other frames is called as ``layer(x, context)``, with a whole clip or with its chunks in order.
+For chunks, the context holds the frames that a layer needs of earlier chunks, and the outputs equal those of the whole
+clip.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class StreamState:
     kept: dict[str, Tensor] = field(default_factory=dict)
     """The tensor that each layer keeps, by the layer's name."""
     pending: Tensor | None = None
-    """(b, c, f, h, w), given but not yet used: fewer frames than a chunk has."""
+    """(b, c, f, h, w), the frames that do not fill a chunk yet."""
     used: int = 0
-    """Number of frames used."""
+    """Number of frames in the chunks so far."""
 
     def chunks(self, x: Tensor, frames: int) -> Iterator[tuple[Tensor, Context]]:
         """(b, c, f, h, w) -> every chunk that is complete: the first has one frame, all others have ``frames``.
