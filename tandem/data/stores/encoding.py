@@ -129,8 +129,8 @@ def encode_streams(
         frames_per_code: 1 + n * frames_per_code frames have 1 + n frames of codes. Other videos are padded by repeating
             the last frame.
         num_threads: The number of videos that are decoded at once, each by a thread, at most one piece ahead.
-        keep_aspect: Whether each video has its own (h', w'); then its index entry holds them as GRID, and rows are single
-            codes.
+        keep_aspect: Whether each video has its own (h', w'); then its index entry holds them as GRID, and rows are
+            single codes.
     """
     for indices in shards:
         parts, grids = defaultdict[int, list[Any]](list), dict[int, IndexEntry]()
