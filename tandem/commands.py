@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def script_module(script: str) -> ModuleType:
-    """The module of a script, such as train_vae.py. Raises ImportError if there is none."""
-    name = script.removesuffix(".py")
-    if IS_INSTALLED:
-        return importlib.import_module(f"tandem.{name}")
-    path = HOME / f"{name}.py"
-    if name in sys.modules or not name.isidentifier() or not path.is_file():
+    """The module of a script, such as train_vae.py, by its name in an installation: tandem.train_vae. Raises
+    ImportError if there is none."""
+    path = HOME / script
+    name = f"tandem.{path.stem}"
+    if IS_INSTALLED or name in sys.modules:
         return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"there is no script {script}")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -40,5 +40,5 @@ def __getattr__(name: str) -> Callable[[], None]:
     """The command of a script, by its module's name."""
     if name.startswith("_") or not (HOME / f"{name}.py").is_file():
         raise AttributeError(f"{__name__} has no command {name}")
-    main: Callable[[], None] = script_module(name).main
+    main: Callable[[], None] = script_module(f"{name}.py").main
     return main
