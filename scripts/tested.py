@@ -22,10 +22,10 @@ PAGE = ROOT / "docs" / "tested.md"
 FILES = {
     "Processes that are lost, stopped or stalled": ["launch/test_faults.py"],
     "Machines and network": ["lab/test_faults.py", "lab/test_slurm.py"],
-    "Saves and the disk": ["training/checkpoints/test_faults.py", "training/run/test_run.py"],
+    "Saves and the disk": ["training/checkpoint/test_faults.py", "training/test_run.py"],
     "A resume under other conditions": ["launch/test_moved.py", "launch/test_exact_data.py"],
     "The same numbers on every backend": ["launch/test_scripts.py", "launch/test_contracts.py"],
-    "Files of strangers": ["models/files/test_hostile_files.py", "tandem/files/test_writing.py"],
+    "Files of strangers": ["weights/test_hostile_files.py", "io/test_writing.py"],
 }
 _HEAD = """# What the tests show
 
