@@ -244,7 +244,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from tandem.data.stores.embeddings import Answer, StoredEmbeddings, read_queries
+    from tandem.data.stores.embeddings import QueryResult, StoredEmbeddings, read_queries
     from tandem.data.stores.encoding import encode_in_batches
 
     fetch_model(args.model, backend)
@@ -264,7 +264,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
             vectors = torch.stack([embed(query) for query in queries])
             matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.heartbeat("searching"))
-            for answer in map(Answer, queries, matches):
+            for answer in map(QueryResult, queries, matches):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 
