@@ -18,10 +18,10 @@ from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_sentence, read_tex
 from tandem.data.sources.demo import FRAMES_PER_SECOND
 from tandem.data.sources.own import ITEM
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
+from tandem.hashing import Draws, derive_key
 
 from .bad_samples import BadDatasetItem
 from .decoding import sounds, videos
-from .hashing import Draws, derive_key
 from .sources import own
 from .tokenizers import Tokenizer
 

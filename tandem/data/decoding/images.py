@@ -19,9 +19,9 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.data.bad_samples import SampleIncomplete, report_partly_read
-from tandem.data.hashing import Draws, derive_key
+from tandem.data.bad_samples import SampleIncomplete, report_partial_read
 from tandem.data.sources.record import FileRef, open_entry
+from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
 from .colours import resizable, to_srgb, why_unread
@@ -162,7 +162,7 @@ def decode_image(
             with _open_image(file) as image:
                 picture = decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
                 if _has_more_pictures(image, file):
-                    report_partly_read("it holds several pictures, of which the first is read")
+                    report_partial_read("it holds several pictures, of which the first is read")
                 return picture
         except SampleIncomplete:
             raise

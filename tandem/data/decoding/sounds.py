@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from tandem.data.hashing import Draws
 from tandem.data.sources.files import LocalFile
 from tandem.data.sources.record import FileRef, open_entry
+from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 

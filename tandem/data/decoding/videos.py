@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tandem.data.bad_samples import SampleSkipped, reason_of
-from tandem.data.hashing import Draws
 from tandem.data.sources.record import FileRef, open_entry
+from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
 

@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.data.hashing import Draws, derive_key
-from tandem.hashing import GOLDEN_GAMMA, mix64
+from tandem.hashing import GOLDEN_GAMMA, Draws, derive_key, mix64
 
 from .record import Record
 

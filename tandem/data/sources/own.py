@@ -23,7 +23,7 @@ from PIL import Image
 from tandem.data.bad_samples import BadDatasetItem, UserCodeError
 from tandem.data.decoding.sounds import SAMPLE_RATES
 from tandem.data.decoding.texts import Texts, sentence, texts_of_object
-from tandem.data.hashing import derive_key
+from tandem.hashing import derive_key
 from tandem.io.installed import HOME
 
 from .index import fingerprint_of

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, partly_read, reason_of
+from tandem.data.bad_samples import BadSample, collect_partial_reads, reason_of
 from tandem.data.sampling.workers import Loader
 from tandem.devices import on_host
 
@@ -64,7 +64,7 @@ def load_samples(
     pieces, entries, bad = [torch.zeros(0)], [], []
     for index in indices:
         try:
-            with partly_read() as reasons:
+            with collect_partial_reads() as reasons:
                 sample_pieces, entry = load(index)
         except (OSError, ValueError) as error:
             bad.append(BadSample(index, describe(index), reason_of(error)))
