@@ -284,7 +284,7 @@ def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
     from tandem.data.decoding.images import LONGEST_SHAPE
-    from tandem.data.decoding.videos import sound_of
+    from tandem.data.decoding.videos import open_sound_track
     from tandem.data.feed import to_unit_range
     from tandem.data.sets import open_videos
     from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
@@ -342,7 +342,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         if args.format == "gif":
             file.write(to_gif(frames, fps))
             return
-        with sound_of(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
+        with open_sound_track(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
             write_mp4(file, frames, fps, sound)
 
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)

@@ -1,4 +1,4 @@
-"""Numpy arrays of floats in .npy files, of which only the header and the requested rows are read."""
+"""Numpy arrays of floats in .npy files. Only the header and the requested rows are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.io.reading import other_kind
 Array = npt.NDArray[np.float32]
 
 MAX_SAMPLE_BYTES = 1 << 26  # of the array of one sample
-_MAX_HEADER_BYTES = 4096  # bytes; numpy writes 128 for arrays of plain numbers
+_MAX_HEADER_BYTES = 4096  # numpy writes 128 for arrays of plain numbers
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -30,11 +30,12 @@ class StoredArray(NamedTuple):
     dtype: np.dtype
 
     def read(self, limit: int = MAX_SAMPLE_BYTES) -> Array:
-        """All of it. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or is cut off."""
+        """The whole array as float32. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or
+        is cut off."""
         return self._read_numbers(0, self.shape, limit)
 
     def row(self, index: int) -> Array:
-        """Entry `index` of the first dimension; nothing else is read. Raises what `read` raises."""
+        """Entry `index` of the first dimension as float32. Raises what `read` raises."""
         assert 0 <= index < self.shape[0], (index, self.shape)
         return self._read_numbers(index, self.shape[1:], MAX_SAMPLE_BYTES)
 
@@ -49,7 +50,7 @@ class StoredArray(NamedTuple):
 
 
 def read_array_header(entry: FileRef) -> StoredArray:
-    """The header of a .npy file, or of the part of a file that is one.
+    """The array of a .npy file, or of the part of a file that is one; only the header is read.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
     is cut off.

@@ -49,7 +49,7 @@ def sentence(text: str) -> str:
 
 
 def texts_of_object(json_object: Any) -> Texts:
-    """{"caption": "..."}, or "text", "captions", "caption_1", ..., "caption_5" -> captions; "label" -> class.
+    """The texts of a JSON object: the captions of its keys `TEXT_KEYS`, and the class of its key "label".
 
     "captions" is a list, or a string with | between the captions; the others are a string or a list of strings.
     Raises ValueError if `json_object` has another form.
@@ -70,7 +70,7 @@ def texts_of_object(json_object: Any) -> Texts:
 
 
 def texts_of_row(row: Mapping[str, Any]) -> Texts:
-    """`texts_of_object` for a row of a table, where "text" beside captions is something else, such as a transcript."""
+    """`texts_of_object` for a row of a table. There "text" beside captions is no caption, but e.g. a transcript."""
     texts = texts_of_object({key: value for key, value in row.items() if key != "text"})
     return texts if texts.captions else texts_of_object(row)
 
