@@ -185,7 +185,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     import numpy as np
 
     from tandem.data.sets import open_sounds_in_clips
-    from tandem.data.sources.rows import parts_of
+    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.embeddings import EMBEDDINGS
     from tandem.data.stores.encoding import encode_batches
     from tandem.data.stores.output import OutputFolder, names_sha256
@@ -198,7 +198,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
         sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
-        parts = parts_of(sounds.source)  # of files, if a table states parts
+        parts = time_ranges(sounds.source)  # of files, if a table states parts
     if sounds.skipped:
         say(sounds.skipped)
     settings = {

@@ -377,7 +377,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import numpy as np
     import torch
 
-    from tandem.data.sources.rows import parts_of
+    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.codes import code_dtype
     from tandem.data.stores.latents import DTYPES, channel_lines, labels_line
     from tandem.data.stores.output import OutputFolder, names_sha256
@@ -396,7 +396,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
             shape = [width if args.latent == "moments" else width // 2, *sides]
             latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
-        parts = parts_of(samples.source)  # of files, if a manifest states parts
+        parts = time_ranges(samples.source)  # of files, if a manifest states parts
     if samples.skipped:
         backend.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):

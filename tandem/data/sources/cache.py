@@ -17,9 +17,9 @@ _PIECE = 16 << 20  # bytes that are fetched at a time
 
 
 class ShardCache:
-    """Whole files in a folder of the local disk, of at most `limit` bytes together. Many processes may use it at a
-    time: one fetches a file, and the others wait for it. The least recently used files are deleted; a process that has
-    one open can still read it.
+    """Whole files in a folder of the local disk, of at most `limit` bytes together. Many processes may use it at once:
+    one fetches a file, and the others wait for it. The least recently used files are deleted; a process that has one
+    open can still read it.
 
     Raises OSError, if the folder cannot be made or written to."""
 
@@ -30,8 +30,8 @@ class ShardCache:
             pass
 
     def open(self, key: str, size: int, read: Callable[[int, int], bytes]) -> BinaryIO | None:
-        """The local copy of the file of `size` bytes under a key; if there is none, it is fetched by read(size,
-        offset). None if the cache has no room for it. Raises OSError, and what `read` raises."""
+        """The local copy of the file with this key and `size`; if there is none, `read`(size, offset) fetches it. None
+        if the cache has no room for it. Raises OSError, and what `read` raises."""
         path = self._folder / hashlib.sha256(key.encode()).hexdigest()
         part = path.with_suffix(".part")
         while size <= self.limit:
@@ -60,7 +60,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        """Lock the folder while files are counted, renamed or deleted."""
+        """Context in which the folder is locked, to count, rename or delete files."""
         with open(self._folder / "lock", "ab") as lock, _locked(lock):
             yield
 
@@ -79,7 +79,7 @@ class ShardCache:
                 if total > self.limit and n_bytes and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
                     total -= n_bytes
-            # A full disk is an error before anything is fetched; on macOS, without posix_fallocate, while fetching.
+            # If the disk is full, this raises before anything is fetched; macOS has no posix_fallocate.
             if size and total <= self.limit and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(copy.fileno(), 0, size)
             return total <= self.limit
@@ -87,7 +87,8 @@ class ShardCache:
 
 @contextlib.contextmanager
 def _locked(file: BinaryIO) -> Iterator[None]:
-    """Unlock explicitly: closing does not, if a process forked meanwhile has the file open, too."""
+    """Context in which a file is locked. It unlocks explicitly, because closing the file would not unlock it if a
+    process that was forked meanwhile has it open, too."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield
@@ -96,7 +97,7 @@ def _locked(file: BinaryIO) -> Iterator[None]:
 
 
 def _is_cache_file(path: Path) -> bool:
-    """Whether it is a file of the cache: a user may choose a folder with other files."""
+    """Whether the cache wrote this file: a user may choose a folder with other files."""
     return re.fullmatch(r"[0-9a-f]{64}(\.part)?", path.name) is not None
 
 

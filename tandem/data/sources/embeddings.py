@@ -26,33 +26,25 @@ from .tar import TarSource, number_of, stem_of
 
 
 class Kind(NamedTuple):
-    """A kind of embedding. `spec.name` is the batch's entry; `dimensions` is the rank of the array of one image."""
+    """A kind of embedding. `spec.name` is the key in a batch; `dimensions` is the number of dimensions of the array of
+    one image; `flag` names the files of rows."""
 
     spec: FieldSpec
     dimensions: int
     flag: str
 
-    @property
-    def form(self) -> str:
-        return {1: "(d,)", 2: "(tokens, d)"}[self.dimensions]
 
-
-IMAGE = Kind(
-    FieldSpec("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",)), 1, "--image_embeddings"
-)
-TEXT = Kind(
-    FieldSpec("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",)),
-    2,
-    "--text_embeddings",
-)
+_IMAGE_SPEC = FieldSpec("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",))
+_TEXT_SPEC = FieldSpec("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",))
+IMAGE, TEXT = Kind(_IMAGE_SPEC, 1, "--image_embeddings"), Kind(_TEXT_SPEC, 2, "--text_embeddings")
 KINDS = (IMAGE, TEXT)
 
 
 @dataclass(frozen=True)
 class EmbeddingField(Field):
-    """Stored "image_embed" or "text_encodings": float32 of `shape`, that of one image: (d,), or (L, d) where no
+    """Stored "image_embed" or "text_encodings" of an image: float32 of `shape`, which is (d,), or (L, d) where no
     caption has more than L tokens; shorter encodings are padded with rows of 0. An image that has none, or only zeros,
-    is `SampleIncomplete`. `rows`: index -> array, if the records do not hold them."""
+    is `SampleIncomplete`. `rows`: index -> array, if the arrays are not in the records."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -67,7 +59,7 @@ class EmbeddingField(Field):
         return own.array_of(item, self.spec.name, self.kind.dimensions)
 
     def read_array(self, record: Record) -> Array | None:
-        """The array of a record, None if it has none; (1, d), a batch of one, becomes (d,)."""
+        """The array of a record, None if it has none. A file may hold a batch of one, (1, d), which becomes (d,)."""
         content = self.content(record)
         if isinstance(content, FileRef):
             array = read_array_header(content).read()
@@ -95,9 +87,8 @@ class EmbeddingField(Field):
 
 
 def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> EmbeddingField | None:
-    """The embeddings in the records of a source, None if it has none. One of its examples gives the shape. Raises
-    ValueError, in one line, if no example can be read."""
-    # The longest text gives the length; for images, the first readable one gives the shape.
+    """The embeddings in the records of a source, None if it has none. The shape is that of the first example that can
+    be read: of texts the longest one comes first. Raises ValueError, in one line, if no example can be read."""
     examples = source.examples(kind.spec.name)
     if not examples:
         return None
@@ -117,9 +108,9 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
             reason = f"cannot read the {kind.spec.noun} of {source.describe(example)!r}: {reason_of(error)}"
             failures.append(UserCodeError(reason, getattr(error, "traceback", "")))
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                break  # such as a server without an answer
+                break  # an error of the disk or the server would meet the other examples, too
             continue
-        # Among files, the largest comes first; for rows and items, the model's limit is the length.
+        # Among files the longest text comes first. The lengths of rows and items are unknown: take the model's limit.
         content = record.get(kind.spec.name)
         is_longest = kind == IMAGE or isinstance(content, FileRef) or callable(content)
         shape = array.shape if is_longest else (longest_text, *array.shape[1:])
@@ -198,4 +189,4 @@ def _list_row_files(spec: str) -> list[str]:
 
 def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:
     if len(shape) != kind.dimensions or 0 in shape:
-        raise ValueError(f"that of one image has the shape {shape}, not {kind.form}")
+        raise ValueError(f"that of one image has the shape {shape}, not {own.ARRAY_SHAPES[kind.dimensions]}")

@@ -37,8 +37,8 @@ def open_source(
     end_shard: int | None = None,
     shard_width: int = 6,
 ) -> RecordSource:
-    """The samples of a path: a folder of files, or of tars; one .tar, a pattern (`tars/*.tar`) or a range of them
-    (`{000..010}.tar`), or a path with `{}` for the number; a manifest; one .arrow or .parquet, a folder, a pattern or a
+    """The samples of a path: a folder of files; a manifest; a .tar, a folder of tars, a pattern (`tars/*.tar`) or a
+    range of them (`{000..010}.tar`), or a path with `{}` for the number; a .arrow or .parquet, a folder, a pattern or a
     range of them.
 
     Args:
@@ -68,7 +68,7 @@ def open_source(
 
 
 def _find_files(path: str) -> Files | None:
-    """The files that a path names; for a folder on a server, all tars or tables in it; None for a local folder."""
+    """The files of a path; of a folder on a server, all tars or tables in it; None for a local folder."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
     if not is_url(path):
@@ -78,18 +78,18 @@ def _find_files(path: str) -> Files | None:
     remote.check_address(path)
     if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _ON_SERVERS):
         return Files(expand_pattern(path))
-    files = remote.listed(path)
-    set_files = [file for file in files if _all_end_with([file], (".tar",))]
-    if not set_files:
-        set_files = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
-        check_alike(path, set_files)
-    others = Counter(map(ending_of, {*files} - {*set_files}))
+    files = remote.list_addresses(path)
+    shards = [file for file in files if _all_end_with([file], (".tar",))]
+    if not shards:
+        shards = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
+        check_alike(path, shards)
+    others = Counter(map(ending_of, {*files} - {*shards}))
     skipped = skipped_line("file", repr(redact(path)), others.total(), about_skipped(others))
-    return Files(set_files, skipped=skipped) if set_files else Files(files)
+    return Files(shards, skipped=skipped) if shards else Files(files)
 
 
 def _open_folder(path: str, field_specs: Sequence[FieldSpec], demo: str) -> RecordSource | Files:
-    """The files or tables below a folder, or the paths of tars there."""
+    """The source of the files or tables below a folder, or the paths of the tars there."""
     try:
         folder = FolderSource(path, field_specs, demo)
     except NothingFoundError:
@@ -145,17 +145,17 @@ def expand_pattern(pattern: str) -> list[str]:
     address with a password."""
     if is_url(pattern):
         remote.check_address(pattern)
-    n, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
+    n_paths, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
     for choices in _BRACES.findall(pattern):
         bounds = _RANGE.fullmatch(choices)
-        n *= int(bounds[2]) - int(bounds[1]) + 1 if bounds else choices.count(",") + 1
-        if n < 1:
+        n_paths *= int(bounds[2]) - int(bounds[1]) + 1 if bounds else choices.count(",") + 1
+        if n_paths < 1:
             raise ValueError(f"the range {{{choices}}} in {quoted} is empty: write the smaller number first")
-    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
+    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n_paths <= _MOST_FILES else []
     if not 0 < len(paths) <= _MOST_FILES:
         raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
     if is_url(pattern):  # missing files are reported when they are opened
-        return [file for path in paths for file in (remote.listed(path) if remote.is_pattern(path) else [path])]
+        return [file for path in paths for file in (remote.list_addresses(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):
         paths = sorted(match for path in paths for match in glob.glob(path))
         if not paths:

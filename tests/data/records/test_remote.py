@@ -213,8 +213,8 @@ def test_folders_and_patterns_are_listed_by_the_server(servers):
     tars = [f"{at}/{number:03d}.tar" for number in range(5)]
     for pattern in ("0*.tar", "{000..004}.tar", "00[0-4].tar", "0{00,01,02,03,04}.tar"):
         assert expand_pattern(f"{at}/{pattern}") == tars
-    everything = remote.listed(at)
-    assert everything == remote.listed(f"{at}/") == sorted(everything)
+    everything = remote.list_addresses(at)
+    assert everything == remote.list_addresses(f"{at}/") == sorted(everything)
     assert {*tars, f"{at}/a@b.png", f"{at}/table.parquet"} <= set(everything)
     assert "no file" in one_line(expand_pattern, f"{at}/x*.tar")
     assert "no file" in one_line(opened, f"{at}/x")
@@ -275,11 +275,12 @@ def test_schemes_may_be_written_in_capitals(server):
     address = server.address.replace("s3", "S3").replace("http", "HTTP")
     assert read(f"{address}/001.tar") == (server.folder / "001.tar").read_bytes()[5:1005]
     if address.startswith("S3"):
-        assert remote.listed(f"{address}/00[01].tar") == [f"{server.address}/{number:03d}.tar" for number in range(2)]
+        tars = [f"{server.address}/{number:03d}.tar" for number in range(2)]
+        assert remote.list_addresses(f"{address}/00[01].tar") == tars
 
 
 def test_what_a_listing_says_of_files_is_not_asked_again(servers):
-    addresses = remote.listed(f"{servers['s3'].address}/0*.tar")
+    addresses = remote.list_addresses(f"{servers['s3'].address}/0*.tar")
     servers["s3"].proxy.requests.clear()
     said = [(remote.version(address), remote.RemoteFile(address).size) for address in addresses]
     assert not servers["s3"].proxy.requests and said[0][1] == 300_000
