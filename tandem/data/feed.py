@@ -36,9 +36,8 @@ class TrainingData:
     """Opens a data set, splits it by seed, and gives each process its part of every batch. All processes must call the
     same methods in the same order.
 
-    A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that all entries can
-    be cut into micro-batches alike; "positions" are those of the samples in the global batch, "ids" their indices in
-    the set.
+    A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that it can be cut
+    into micro-batches; "positions" are those of the samples in the global batch, "ids" their indices in the set.
 
     Args:
         open_samples: Opens the set. It may raise ValueError on some processes only.

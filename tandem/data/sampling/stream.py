@@ -46,8 +46,8 @@ class _Stream(Loader):
 
     Yields the entries of the samples (`collate_entries`); "positions", those of the samples in the global batch; "ids",
     the dataset indices of the loaded samples; "bad", the samples that could not be read; and "partial", if there are
-    any, a mapping of the indices of partly read samples to path and reason. `noun` is what messages call the samples;
-    `loading`: see `Loader`.
+    any, a mapping of the indices of partly read samples to path and reason. `first` is the position of the stream's
+    first sample in the order; `noun` is the word for samples in messages; `loading`: see `Loader`.
     """
 
     def __init__(

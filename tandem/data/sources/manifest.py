@@ -110,7 +110,7 @@ def _read_rows(
     columns that are not empty. Adds the first `_MOST_COLUMNS` names of columns to `names`. Raises ValueError with path
     and line."""
     example = json.dumps({"path": "...", **{columns_of(spec)[0]: "..." for spec in specs if spec.as_cells}})
-    numbers = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
+    array_columns = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
     lines: _Lines | None = None
     try:
         raw = io.BufferedReader(remote.open_file(path)) if is_url(path) else open_regular(path)  # type: ignore[type-var]
@@ -122,10 +122,10 @@ def _read_rows(
             endings = specs[0].all_endings
             for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):
                 names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
-                cells = {**{name: cells[other] for other, name in COLUMN_ALIASES.items() if other in cells}, **cells}
+                cells = {**{name: cells[alias] for alias, name in COLUMN_ALIASES.items() if alias in cells}, **cells}
                 start, end = seconds_of(cells)
                 row = {name: cells[name] for name in keys if cells.get(name) not in (None, "")}
-                for name in numbers & row.keys():
+                for name in array_columns & row.keys():
                     if isinstance(row[name], str) and row[name].startswith("["):  # a list in the cell of a table
                         row[name] = parse_json(row[name].encode())
                 row |= {"path": path_of(cells, specs[0].noun), **({"start_seconds": start} if start else {})}

@@ -38,12 +38,12 @@ from .rows import TIMES, Rows, columns_of, unread_line
 ENDINGS = (".arrow", ".parquet")
 _MAX_GROUP_BYTES = 1 << 30  # bytes of a row group of a parquet file, without compression
 _CACHED_BYTES = 1 << 28  # of row groups, in each process
-_MIN_ROW_BYTES = 8  # at least, of a row of a parquet file, even if it repeats the last one
+_MIN_ROW_BYTES = 8  # memory of a row of a parquet file, even if the file stores it as a repetition of the last row
 _THREADS = 16
 _MAX_HEADER_BYTES = 1 << 24  # bytes
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
-# The words in the paths of files by which the hub recognises splits.
+# The words in the paths of files from which the Hugging Face hub infers the split.
 _SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
            "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
            "evaluation": "test"}  # fmt: skip
@@ -57,7 +57,7 @@ _LISTS = ("list<", "large_list<", "fixed_size_list<")
 def saved_files(folder: str) -> Files | None:
     """The files of a folder written by `save_to_disk`, None for another folder.
 
-    Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
+    Raises ValueError, in one line, if it is damaged, holds several splits, or selects rows of the files.
     """
     state_path, splits_path = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
     try:
@@ -97,7 +97,7 @@ def tables_below(folder: str) -> Files | None:
 
 
 def check_alike(folder: str, names: Sequence[str]) -> None:
-    """Raises ValueError, in one line, if the tables of a folder are of both kinds, or of several splits."""
+    """Raise ValueError, in one line, if the tables of a folder are of both kinds, or of several splits."""
     if len({os.path.splitext(name)[1].lower() for name in names}) > 1:
         raise ValueError(f"{folder!r} holds Arrow and parquet files: give those of one kind, as a pattern")
     splits = {split: name for name in reversed(names) if (split := _find_split(name))}
@@ -122,7 +122,7 @@ class TableSource(Rows):
     """
 
     def __init__(self, files: Files, specs: Sequence[FieldSpec]) -> None:
-        try:  # here, so that loader workers forked later need not
+        try:  # imported here, so that loader workers forked later need not
             import pyarrow.parquet  # noqa: F401
         except ImportError:
             raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
@@ -156,7 +156,7 @@ class TableSource(Rows):
         self._names = [os.path.relpath(path, self._folder) for path in files.paths]
         text = json.dumps([self._names, self._firsts.tolist(), list(used_types.items())])
         self.fingerprint = fingerprint_of([text.encode("utf-8", "surrogateescape")])
-        largest = max(file.largest for file in open_files)
+        largest = max(file.largest_part for file in open_files)
         self._part = lru_cache(max(1, _CACHED_BYTES // largest))(partial(self._read_part, columns=used))
 
     def __len__(self) -> int:
@@ -202,8 +202,8 @@ class TableSource(Rows):
 
 
 class _ArrowFile:
-    """A file of the streaming format; its parts are record batches, whose headers are read at the start. A part is a
-    view of a memory map, or is fetched from a server when one of its samples is read."""
+    """An Arrow file of the streaming format. Its parts are record batches, whose headers the constructor reads. A part
+    is a view of the memory map; from a server it is fetched when one of its samples is read."""
 
     def __init__(self, path: str) -> None:
         import pyarrow as pa
@@ -228,8 +228,8 @@ class _ArrowFile:
             if (n_more := file.size - offset - len(_END_OF_STREAM)) > 0:
                 hint = "give files that were appended one by one"
                 raise ValueError(f"{n_more} bytes follow the end of its stream: {hint}")
-        self.largest = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
-        if self.largest > _MAX_GROUP_BYTES:
+        self.largest_part = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
+        if self.largest_part > _MAX_GROUP_BYTES:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
     def part(self, number: int, columns: Sequence[str]) -> Any:
@@ -276,7 +276,8 @@ def _count_rows(message: Any, schema: Any) -> int:
 
 
 class _ParquetFile:
-    """A parquet file; its parts are row groups. It is opened for each, because processes must not share it."""
+    """A parquet file; its parts are row groups. The file is opened for each part, because processes must not share an
+    open file."""
 
     def __init__(self, path: str) -> None:
         import pyarrow.parquet as pq
@@ -288,15 +289,14 @@ class _ParquetFile:
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
         self.lengths = [group.num_rows for group in groups]
         sizes = [max(group.total_byte_size, _MIN_ROW_BYTES * group.num_rows) for group in groups]
-        self.largest = max([1, *sizes])
+        self.largest_part = max([1, *sizes])
         # Equal cells are stored once: if each became a copy, a small file could take any amount of memory.
         leaves = (self._metadata.schema.column(number) for number in range(len(self._metadata.schema)))
         self._dictionary_columns = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        if self.largest > _MAX_GROUP_BYTES:
-            raise ValueError(
-                f"its row group {sizes.index(self.largest)} has {self.largest / 1e9:.1f} GB, and all of it is read for "
-                "one sample: write it again with row_group_size=100, or as Arrow"
-            )
+        if self.largest_part > _MAX_GROUP_BYTES:
+            size = f"its row group {sizes.index(self.largest_part)} has {self.largest_part / 1e9:.1f} GB"
+            hint = "write it again with row_group_size=100, or as Arrow"
+            raise ValueError(f"{size}, and all of it is read for one sample: {hint}")
 
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
@@ -335,7 +335,7 @@ def _errors_in_one_line(failure: str) -> Iterator[None]:
 
 
 def _to_plain(cell: Any) -> Any:
-    """A cell as Python values; contents of files remain views of the memory map."""
+    """Arrow scalar -> Python values; the content of a file remains a view of the memory map."""
     import pyarrow.types as types
 
     if types.is_dictionary(cell.type):
