@@ -16,13 +16,13 @@ from tandem.data.decoding.images import CENTER, PILLOW_BILINEAR, Crop, decode_im
 from tandem.data.decoding.images import ENDINGS as IMAGE_ENDINGS
 from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_row
 from tandem.data.sources.demo import FRAMES_PER_SECOND
-from tandem.data.sources.own import ITEM
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
+from tandem.data.sources.user_dataset import ITEM
 from tandem.hashing import Draws, derive_key
 
 from .bad_samples import BadDatasetItem
 from .decoding import sounds, videos
-from .sources import own
+from .sources import user_dataset
 from .tokenizers import Tokenizer
 
 TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
@@ -75,10 +75,10 @@ class ImageField(Field):
         if self.channels not in (3, 4):
             raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
 
-    _columns: ClassVar = (*own.IMAGE_NAMES, "jpg", "jpeg", "png", "webp")
+    _columns: ClassVar = (*user_dataset.IMAGE_NAMES, "jpg", "jpeg", "png", "webp")
     spec: ClassVar[FieldSpec] = FieldSpec("image", "image", IMAGE_ENDINGS, _columns, feature="Image")
 
-    from_item = staticmethod(own.image_of)
+    from_item = staticmethod(user_dataset.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         options: dict[str, Any] = {"cut": self.crop.cut(epoch, index)} if augment else {"resize": self.resize}
@@ -121,14 +121,14 @@ class ClipField(Field):
         content = self.content(record)
         if isinstance(content, FileRef):
             clip = self.clips.load(content, index, epoch, augment)
-        elif isinstance(content, own.Video):
+        elif isinstance(content, user_dataset.Video):
             clip = self._make_clip(content, index, epoch, augment)
         else:
             clip = self._draw_clip(content)
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
-    from_item = staticmethod(own.video_of)
+    from_item = staticmethod(user_dataset.video_of)
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video, see `ClipDecoder.frames`; of a demonstration, which is endless, those of a clip."""
@@ -145,14 +145,14 @@ class ClipField(Field):
     def _draw_clip(self, draw: Callable[..., Tensor]) -> Tensor:
         return draw(self.clips.image_size, self.clips.num_frames, self._frames_per_step)
 
-    def _make_clip(self, video: own.Video, index: int, epoch: int, augment: bool) -> Tensor:
+    def _make_clip(self, video: user_dataset.Video, index: int, epoch: int, augment: bool) -> Tensor:
         fraction = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
         pictures = [video.picture(number) for number in self._frame_numbers(video, fraction)]
         size, cut = self.clips.image_size, self.clips.crop.cut(epoch, index) if augment else None
         frames = (decode_picture(picture, size, 3, cut=cut) for picture in pictures)
         return self.clips.to_clip([frame.permute(1, 2, 0).numpy() for frame in frames])
 
-    def _frame_numbers(self, video: own.Video, fraction: float) -> list[int]:
+    def _frame_numbers(self, video: user_dataset.Video, fraction: float) -> list[int]:
         """The frame numbers of a clip; fewer than num_frames if the video has no more."""
         n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
         count = min(self.clips.num_frames, math.ceil(n / step))
@@ -184,7 +184,7 @@ class SoundField(Field):
             return {"waveforms": self.clips.spread(content, self.max_clips)}
         return {"waveforms": self.clips.load(content, index, epoch, augment)}
 
-    from_item = staticmethod(own.sound_of)
+    from_item = staticmethod(user_dataset.sound_of)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class TextsField(Field):
 
     spec: ClassVar[FieldSpec] = TEXTS
 
-    from_item = staticmethod(own.texts_of)
+    from_item = staticmethod(user_dataset.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(self.content(record))
@@ -216,7 +216,7 @@ class CaptionsField(Field):
     """ "captions": those of a sound, an empty list if they cannot be read."""
 
     spec: ClassVar[FieldSpec] = TEXTS
-    from_item = staticmethod(own.texts_of)
+    from_item = staticmethod(user_dataset.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         try:
@@ -242,7 +242,7 @@ class CaptionField(Field):
             caption = next(iter(texts_of_row(caption or {}).captions), "")
         return {"captions": caption, **({"tokens": self.tokenize([caption])[0]} if self.tokenize else {})}
 
-    from_item = staticmethod(own.caption_of)
+    from_item = staticmethod(user_dataset.caption_of)
 
 
 def texts_of(content: Any) -> Texts:

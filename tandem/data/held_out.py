@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tandem.data.sources.files import is_url
-from tandem.data.sources.own import data_of
+from tandem.data.sources.user_dataset import data_of
 
 from .feed import make_split
 from .fields import ConcatSamples, SampleDataset

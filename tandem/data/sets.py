@@ -14,8 +14,8 @@ from tandem.data.decoding.images import CENTER, Crop
 from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
 from tandem.data.sources.embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from tandem.data.sources.opening import open_source
-from tandem.data.sources.own import DatasetSpec, UserDatasetSource, data_of
 from tandem.data.sources.record import FieldSpec, RecordSource
+from tandem.data.sources.user_dataset import DatasetSpec, UserDatasetSource, data_of
 
 from .decoding import sounds, videos
 from .feed import TrainingData
@@ -222,8 +222,8 @@ def open_conditioned(
         if kind == TEXT and (n_tokens := embedding.shape[0]) > longest_text:
             raise ValueError(f"texts of {n_tokens} tokens are longer than --max_text_len {longest_text}: raise it")
         fields.append(embedding)
-    is_own = isinstance(source, UserDatasetSource)
-    if flip and ((takes and not tokenize) or (not is_own and has_content(source, "texts"))):
+    is_user_dataset = isinstance(source, UserDatasetSource)
+    if flip and ((takes and not tokenize) or (not is_user_dataset and has_content(source, "texts"))):
         raise ValueError(_NO_FLIP)
     return SampleDataset(source, fields)
 

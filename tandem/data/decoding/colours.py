@@ -51,7 +51,7 @@ def resizable(image: Image.Image) -> Image.Image:
     return with_alpha
 
 
-def why_unread(file: Any) -> str:
+def explain_unread_tiff(file: Any) -> str:
     """Why Pillow cannot read a TIFF, in one line; "" for another file, or if its tags are damaged."""
     file.seek(0)
     header = file.read(16)
@@ -61,8 +61,9 @@ def why_unread(file: Any) -> str:
         tags = TiffImagePlugin.ImageFileDirectory_v2(header if b"+" in header[:4] else header[:8])
         file.seek(tags.next)
         tags.load(file)
-        n, bits, kind = tags.get(_SAMPLES_PER_PIXEL, 1), tags.get(_BITS_PER_SAMPLE, 1), tags.get(_SAMPLE_FORMAT, 1)
-        details = [f"{_TYPES.get(_first_number(kind), 'numbers of another type')} of {_first_number(bits)} bits"]
+        n, bits = tags.get(_SAMPLES_PER_PIXEL, 1), _first_number(tags.get(_BITS_PER_SAMPLE, 1))
+        type_name = _TYPES.get(_first_number(tags.get(_SAMPLE_FORMAT, 1)), "numbers of another type")
+        details = [f"{type_name} of {bits} bits"]
         details += ["0 is white"] if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else []
         details += [f"compression {number}"] if (number := tags.get(_COMPRESSION, 1)) != 1 else []
     except Exception:  # damaged tags can raise anything

@@ -24,7 +24,7 @@ from tandem.data.sources.record import FileRef, open_entry
 from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
-from .colours import resizable, to_srgb, why_unread
+from .colours import explain_unread_tiff, resizable, to_srgb
 
 # Pillow's formats that are read, and the endings by which their files are listed. The content decides the format, so
 # that a GIF called .png is read, too. Other formats are refused, because PostScript would start Ghostscript.
@@ -203,7 +203,7 @@ def _open_image(file: Any) -> Image.Image:
         file.seek(0)
         beginning = file.read(LONGEST_BEGINNING)
         formats = ", ".join(name for name, endings in FORMATS.items() if endings)
-        reason = "the file is empty" if not beginning else other_kind(beginning) or why_unread(file)
+        reason = "the file is empty" if not beginning else other_kind(beginning) or explain_unread_tiff(file)
         unknown = f"the content is none of {formats}, or of a kind of them that Pillow does not read"
         raise ValueError(reason or unknown) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...

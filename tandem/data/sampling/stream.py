@@ -28,7 +28,7 @@ from .workers import Loader
 
 OnBadSample = Literal["replace", "accept", "error"]
 _Request = tuple[int, range]  # position of a batch's first sample in the order; positions in the batch to load
-_MAX_TRIES = 100
+_MAX_TRIES = 100  # samples in place of one that cannot be read
 
 
 def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -112,18 +112,20 @@ class ValidationStream(_Stream):
 
 @dataclass(frozen=True)
 class _EndlessRequests:
-    """One request per global batch, endlessly."""
+    """A request for each global batch of an endless order, for this rank's positions in it."""
 
     start: int
     batch_size: int
-    local: range
+    positions: range
 
     def __iter__(self) -> Iterator[_Request]:
-        return ((first, self.local) for first in itertools.count(self.start, self.batch_size))
+        return ((first, self.positions) for first in itertools.count(self.start, self.batch_size))
 
 
 @dataclass(frozen=True)
 class _BatchLoader:
+    """Loads the batch of a request."""
+
     samples: SampleDataset
     order: Order
     augment: bool

@@ -17,12 +17,12 @@ from tandem.data.bad_samples import BadDatasetItem, SampleIncomplete, UserCodeEr
 from tandem.data.decoding.arrays import Array, StoredArray, read_array_header
 from tandem.data.fields import Field
 
-from . import own
+from . import user_dataset
 from .files import redact
 from .opening import expand_pattern
-from .own import ITEM
 from .record import FieldSpec, FileRef, Record, RecordSource
 from .tar import TarSource, number_of, stem_of
+from .user_dataset import ITEM
 
 
 class Kind(NamedTuple):
@@ -56,7 +56,7 @@ class EmbeddingField(Field):
         return self.kind.spec
 
     def from_item(self, item: Any) -> Array | None:
-        return own.array_of(item, self.spec.name, self.kind.dimensions)
+        return user_dataset.array_of(item, self.spec.name, self.kind.dimensions)
 
     def read_array(self, record: Record) -> Array | None:
         """The array of a record, None if it has none. A file may hold a batch of one, (1, d), which becomes (d,)."""
@@ -68,18 +68,18 @@ class EmbeddingField(Field):
         return np.asarray(content()) if callable(content) else content
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        noun, is_own = self.spec.noun, ITEM in record
+        noun, is_user_item = self.spec.noun, ITEM in record
         array = self.rows(index) if self.rows else self.read_array(record)
         if array is None:
             raise SampleIncomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
-            if is_own:
+            if is_user_item:
                 limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise own.item_error(array, f"a {noun} of {limit.format(self.shape)}")
+                raise user_dataset.item_error(array, f"a {noun} of {limit.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
-        if not array.any() and not is_own:
+        if not array.any() and not is_user_item:
             raise SampleIncomplete(f"its {noun}: zeros only, which stand for none")
         padded = np.zeros(self.shape, np.float32)
         padded[: len(array)] = array
@@ -98,7 +98,7 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
             record = source.record(example)
             array = probe.read_array(record)
             if array is None and ITEM in record:
-                raise own.missing_array_error(record[ITEM], kind.spec.name, kind.dimensions)
+                raise user_dataset.missing_array_error(record[ITEM], kind.spec.name, kind.dimensions)
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)
@@ -189,4 +189,4 @@ def _list_row_files(spec: str) -> list[str]:
 
 def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:
     if len(shape) != kind.dimensions or 0 in shape:
-        raise ValueError(f"that of one image has the shape {shape}, not {own.ARRAY_SHAPES[kind.dimensions]}")
+        raise ValueError(f"that of one image has the shape {shape}, not {user_dataset.ARRAY_SHAPES[kind.dimensions]}")

@@ -23,8 +23,8 @@ from .tar import TarSource, number_of
 
 _BRACES = re.compile(r"\{([^{}]*(?:,|\.\.)[^{}]*)\}")
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
-_ON_SERVERS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
-_MOST_FILES = 1 << 20  # of a pattern
+_SERVER_ENDINGS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
+_MAX_FILES = 1 << 20  # of a pattern
 _LONGEST_QUOTE = 200
 
 
@@ -61,7 +61,7 @@ def open_source(
         elif len(paths) == 1 and _all_end_with(paths, MANIFEST_ENDINGS):
             source = ManifestSource(paths[0], field_specs)
         else:
-            raise _no_set_error(path, paths, f"{field_specs[0].noun}s")
+            raise _unknown_source_error(path, paths, f"{field_specs[0].noun}s")
     if selects_tars:
         raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
     return source
@@ -76,7 +76,7 @@ def _find_files(path: str) -> Files | None:
             return Files([path]) if os.path.isfile(path) else None
         return Files(expand_pattern(path)) if _BRACES.search(path) or glob.has_magic(path) else None
     remote.check_address(path)
-    if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _ON_SERVERS):
+    if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _SERVER_ENDINGS):
         return Files(expand_pattern(path))
     files = remote.list_addresses(path)
     shards = [file for file in files if _all_end_with([file], (".tar",))]
@@ -108,7 +108,7 @@ def _all_end_with(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
     return all(redact(path).lower().endswith(endings) for path in paths)
 
 
-def _no_set_error(path: str, files: Sequence[str], noun: str) -> ValueError:
+def _unknown_source_error(path: str, files: Sequence[str], noun: str) -> ValueError:
     hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {noun}, or tars"
     if is_url(path):
         hint = "give tars, tables or a manifest, which may list single files on a server"
@@ -151,9 +151,9 @@ def expand_pattern(pattern: str) -> list[str]:
         n_paths *= int(bounds[2]) - int(bounds[1]) + 1 if bounds else choices.count(",") + 1
         if n_paths < 1:
             raise ValueError(f"the range {{{choices}}} in {quoted} is empty: write the smaller number first")
-    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n_paths <= _MOST_FILES else []
-    if not 0 < len(paths) <= _MOST_FILES:
-        raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
+    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MAX_FILES + 1)] if n_paths <= _MAX_FILES else []
+    if not 0 < len(paths) <= _MAX_FILES:
+        raise ValueError(f"{quoted} stands for more than {_MAX_FILES} files: name fewer at a time")
     if is_url(pattern):  # missing files are reported when they are opened
         return [file for path in paths for file in (remote.list_addresses(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):
@@ -161,6 +161,6 @@ def expand_pattern(pattern: str) -> list[str]:
         if not paths:
             raise ValueError(f"no file is named like {pattern!r}")
     elif missing := [path for path in paths if not os.path.exists(path)]:
-        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
-        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
+        missing_text = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
+        raise ValueError(f"{missing_text}, the first is {missing[0]!r}")
     return paths
