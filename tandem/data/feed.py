@@ -271,14 +271,14 @@ def make_split(samples: SampleDataset, args: argparse.Namespace, source: str) ->
     """The splits for training, validation and test. Raises ValueError, in one line, if there are too few samples, or
     flags need shards and there are none."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
-    by_shards, otherwise = "--shuffle shards", "--shuffle samples"
+    by_shards, fallback = "--shuffle shards", "--shuffle samples"
     if args.shuffle != "shards":
         if getattr(args, "split_by", "sample") == "sample":
             return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
-        by_shards, otherwise = "--split_by shard", "--split_by sample"
+        by_shards, fallback = "--split_by shard", "--split_by sample"
     if (shards := samples.source.shards) is None:
-        raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {otherwise}")
-    return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
+        raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {fallback}")
+    return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, fallback)
 
 
 def _make_fetcher(

@@ -136,9 +136,9 @@ def split_shards(
     test_fraction: float,
     seed: int,
     at_least: int,
-    otherwise: str = "--split_by sample",
+    fallback: str = "--split_by sample",
 ) -> Split:
-    """Divide a data set by whole shards, each a range of indices, by seed; empty shards are left out. `otherwise` is
+    """Divide a data set by whole shards, each a range of indices, by seed; empty shards are left out. `fallback` is
     the flag that messages recommend.
 
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
@@ -150,7 +150,7 @@ def split_shards(
     if n <= n_valid + n_test:
         raise ValueError(
             f"{counted(n, 'shard')}, too few: {_sizes_text(valid_fraction, n_valid, test_fraction, n_test)}, which "
-            f"leaves none to train on: add shards, lower the fractions, or use {otherwise}"
+            f"leaves none to train on: add shards, lower the fractions, or use {fallback}"
         )
     permutation = Permutation(n, "split shards", seed)
     shuffled = [nonempty[permutation(i)] for i in range(n)]
@@ -161,7 +161,7 @@ def split_shards(
         if part and len(indices) < at_least:
             raise ValueError(
                 f"the {name} split has {len(part)} of {counted(n, 'shard')} and {counted(len(indices), 'sample')}, "
-                f"less than one batch of {at_least}: lower --batch_size, or use {otherwise}"
+                f"less than one batch of {at_least}: lower --batch_size, or use {fallback}"
             )
     return split
 

@@ -114,7 +114,7 @@ class StoredCodes(StoredArrays):
     def load(self, shard: int) -> Array:
         """The stored codes of a shard, of the shape of `rows`, checked against the checksum, the index and the size of
         the codebook."""
-        with self.rows_of(shard, self.index["grid"], _DTYPES) as codes:
+        with self.open_rows(shard, self.index["grid"], _DTYPES) as codes:
             if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
                 raise ValueError(f"it holds codes outside [0, {self.index['num_codes']})")
             return codes

@@ -83,7 +83,7 @@ class StoredEmbeddings(StoredArrays):
 
     def load(self, shard: int) -> Vectors:
         """Embeddings (n, d) of a shard, checked against its checksum and the index."""
-        with self.rows_of(shard, [self.index["dim"]], ["float32"]) as vectors:
+        with self.open_rows(shard, [self.index["dim"]], ["float32"]) as vectors:
             if not np.isfinite(vectors).all():
                 raise ValueError("not all of its numbers are finite")
             return vectors

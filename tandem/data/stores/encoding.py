@@ -50,10 +50,10 @@ def encode_batches(
             size, so that the bits of a row depend only on its own piece.
         waiting: See `Loader`.
     """
-    requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
+    groups = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
     load_request = functools.partial(load_samples, load, describe)
-    batches = iter(Loader(load_request, list(itertools.chain(*requests)), num_workers, waiting=waiting))
-    return (_encode_shard(itertools.islice(batches, len(chunk)), encode, batch_size) for chunk in requests)
+    batches = iter(Loader(load_request, list(itertools.chain(*groups)), num_workers, waiting=waiting))
+    return (_encode_shard(itertools.islice(batches, len(group)), encode, batch_size) for group in groups)
 
 
 def load_samples(

@@ -126,7 +126,7 @@ class ShardWriter:
         """The .npy files of a shard, by name."""
         yield f"{self._name}-{shard:05d}.npy", columns[self._name].numpy()
 
-    def _file(self, shard: int) -> str:
+    def _file_name(self, shard: int) -> str:
         return f"{self._name}-{shard:05d}.safetensors"
 
     def _write(self, shard: int, encoded: EncodedShard) -> None:
@@ -138,10 +138,10 @@ class ShardWriter:
             content = io.BytesIO()  # .npy files come before the shard, whose existence means that all are complete
             np.save(content, array, allow_pickle=False)
             self.output.write(name, content.getvalue())
-        self.output.write(self._file(shard), shard_bytes(columns, notes=entries, bad=bad))
+        self.output.write(self._file_name(shard), shard_bytes(columns, notes=entries, bad=bad))
 
     def _read_metadata(self, shard: int) -> Any:
-        with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
+        with safe_open(check_regular(self.output.path / self._file_name(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
 
     def _check_shard(self, shard: int) -> list[BadSample]:
@@ -151,7 +151,7 @@ class ShardWriter:
         count, empty = _count_rows(metadata["notes"]), self.columns(self._empty, [], [])
         shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
         dtypes = [_dtype_name(column) for column in empty.values()]
-        read_columns(self.output.path / self._file(shard), shapes, dtypes, metadata["sha256"])
+        read_columns(self.output.path / self._file_name(shard), shapes, dtypes, metadata["sha256"])
         if len(metadata["notes"]) + len(metadata["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
         return [BadSample(index, self._names[index], reason) for index, reason in metadata["bad"]]
@@ -170,7 +170,7 @@ class ShardWriter:
                 else:
                     lines.append({"path": path, "shard": shard, "row": row, **next(entries)})
                     row += row_count(lines[-1])
-            shards.append({"file": self._file(shard), "rows": row, "sha256": metadata["sha256"]})
+            shards.append({"file": self._file_name(shard), "rows": row, "sha256": metadata["sha256"]})
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.output.write(LINES_FILE, text)
         totals = {count_key: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
@@ -210,7 +210,7 @@ class StoredArrays:
                     raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
 
     @contextlib.contextmanager
-    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
+    def open_rows(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
         """Context with the rows of a shard, checked against the index; it explains errors of its body, too (see
         `explain_errors`)."""
         entry = self.index["shards"][shard]
