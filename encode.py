@@ -283,7 +283,7 @@ def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
-    from tandem.data.decoding.images import LONGEST_SHAPE
+    from tandem.data.decoding.images import MAX_ASPECT_RATIO
     from tandem.data.decoding.videos import open_sound_track
     from tandem.data.feed import to_unit_range
     from tandem.data.sets import open_videos
@@ -325,7 +325,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
     def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
-        longest = LONGEST_SHAPE * side if args.keep_aspect else side
+        longest = MAX_ASPECT_RATIO * side if args.keep_aspect else side
         require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **rates)
         clips: Any = videos.fields[0]

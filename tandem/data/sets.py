@@ -202,7 +202,7 @@ def open_conditioned(
 
     Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
     """
-    crop = dataclasses.replace(crop, least=image_size)
+    crop = dataclasses.replace(crop, min_side=image_size)
     image = ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop)
     fields: list[Field] = [image, CaptionField(tokenize)]
     stored_kinds = [] if tokenize else [kind for kind in takes if kind not in rows]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.data.bad_samples import SampleIncomplete, report_partial_read
-from tandem.data.sources.record import FileRef, open_entry
+from tandem.data.sources.record import FileRef, open_ref
 from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
@@ -39,7 +39,7 @@ FORMATS = {
 }
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
-LONGEST_SHAPE = 4  # the largest ratio of sides with --keep_aspect; it limits the memory
+MAX_ASPECT_RATIO = 4  # the largest ratio of sides with --keep_aspect; it limits the memory
 PILLOW_BILINEAR = "ours"  # resizing as in training: Pillow's antialiased bilinear filter
 _BUFFER_BYTES = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
 _TRANSPOSES = {
@@ -87,13 +87,13 @@ class Crop:
             picture. The region is drawn as by torchvision's RandomResizedCrop: the area uniformly, the logarithm of
             width over height uniformly from log 3/4 to log 4/3, then the place uniformly; after ten draws that do not
             fit into the picture, it is the largest region of such a shape in the middle.
-        least: The least number of pixels of both sides of the region; the picture must have as many.
+        min_side: The least number of pixels of both sides of the region; the picture must have as many.
     """
 
     place: str = "center"
     area: tuple[float, float] | None = None
     seed: int = 0
-    least: int = 1
+    min_side: int = 1
 
     def cut(self, epoch: int, index: int) -> CropFunction | None:
         """The function that returns the square of a sample in an epoch, the same for all pictures of one size; None for
@@ -116,7 +116,7 @@ class Crop:
         for _ in range(_MAX_DRAWS):
             pixels = draws.uniform(*self.area) * width * height
             ratio = math.exp(draws.uniform(-math.log(WIDEST_RATIO), math.log(WIDEST_RATIO)))
-            w, h = (max(round(math.sqrt(area)), self.least) for area in (pixels * ratio, pixels / ratio))
+            w, h = (max(round(math.sqrt(area)), self.min_side) for area in (pixels * ratio, pixels / ratio))
             if w <= width and h <= height:
                 return draws.below(width - w + 1), draws.below(height - h + 1), w, h
         w, h = min(width, round(height * WIDEST_RATIO)), min(height, round(width * WIDEST_RATIO))
@@ -127,21 +127,21 @@ CENTER = Crop()
 
 
 def check_shape(width: float, height: float) -> None:
-    """Raise ValueError, in one line, if the ratio of the sides exceeds LONGEST_SHAPE."""
-    if max(width, height) > LONGEST_SHAPE * min(width, height):
+    """Raise ValueError, in one line, if the ratio of the sides exceeds MAX_ASPECT_RATIO."""
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
             f"it is {width:.5g} x {height:.5g} pixels large, and --keep_aspect takes no side that is more than "
-            f"{LONGEST_SHAPE} times as long as the other"
+            f"{MAX_ASPECT_RATIO} times as long as the other"
         )
 
 
-def decode_image(entry: FileRef, image_size: int, channels: int, **options: Any) -> Tensor:
+def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -> Tensor:
     """Image file -> uint8 (channels, image_size, image_size), see `decode_picture` for the arguments.
 
     Raises OSError if the file cannot be opened, and what `decode_picture` raises. With Pillow's LOAD_TRUNCATED_IMAGES,
     a truncated file is decoded as far as possible; the rest is black or grey.
     """
-    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as handle:
+    with open_regular(ref.path) if ref.is_local_file else open_ref(ref) as handle:
         file = io.BufferedReader(handle, _BUFFER_BYTES) if isinstance(handle, io.RawIOBase) else handle
         try:
             with _open_image(file) as image:
@@ -152,19 +152,19 @@ def decode_image(entry: FileRef, image_size: int, channels: int, **options: Any)
         except SampleIncomplete:
             raise
         except ValueError:
-            pixels = _strip_png(file)
-            if pixels is None:
+            stripped_file = _strip_png(file)
+            if stripped_file is None:
                 raise
-            with contextlib.suppress(ValueError), _open_image(pixels) as image:
+            with contextlib.suppress(ValueError), _open_image(stripped_file) as image:
                 return decode_picture(image, image_size, channels, **options)
             raise
 
 
 def _has_more_pictures(image: Image.Image, file: Any) -> bool:
-    """Whether other pictures follow the decoded one, as pages or frames, or because files were appended (`cat`). The
-    latter is detected in PNG, in WebP, and in JPEG if more than the buffer that holds the picture's end follows: to
-    search the last buffer of every file would take 1.5% of the time. Pictures that phones put behind a JPEG (MPO) do
-    not count."""
+    """Whether other pictures follow the decoded one, as pages or frames, or because files were appended (`cat`).
+    Appended files are detected in PNG, in WebP, and in JPEG if more than the buffer that holds the picture's end
+    follows: to search the last buffer of every file would take 1.5% of the time. Pictures that phones put behind a JPEG
+    (MPO) do not count."""
     with contextlib.suppress(Exception):  # a damaged table of pages
         if image.format == "JPEG":
             position = file.tell()

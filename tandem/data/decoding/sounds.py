@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from tandem.data.sources.files import LocalFile
-from tandem.data.sources.record import FileRef, open_entry
+from tandem.data.sources.record import FileRef, open_ref
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
@@ -61,7 +61,7 @@ class ClipDecoder:
     clip_samples: int
     seed: int = 0
 
-    def load(self, entry: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, ref: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
         end_seconds. With `augment`, (seed, epoch, index) determine the place of the clip; else it is the middle. A
         shorter sound is repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
@@ -69,21 +69,21 @@ class ClipDecoder:
         Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else lambda n: (n - 1) // 2
-        with _open_sound(entry) as sound:
-            return torch.from_numpy(self._cut_clip(sound, choose, entry))
+        with _open_sound(ref) as sound:
+            return torch.from_numpy(self._cut_clip(sound, choose, ref))
 
-    def spread(self, entry: FileRef, max_clips: int) -> Tensor:
+    def spread(self, ref: FileRef, max_clips: int) -> Tensor:
         """The clips (k, clip_samples) that cover a sound, at most `max_clips`, spread evenly from its beginning to its
         end, see `clip_starts`. Only the clips are decoded. Raises what `load` raises."""
-        with _open_sound(entry) as sound:
-            (first, last), rate = _find_part(sound, entry), sound.samplerate
+        with _open_sound(ref) as sound:
+            (first, last), rate = _find_part(sound, ref), sound.samplerate
         size = math.ceil(self.clip_samples * rate / self.sample_rate)
         starts = [first + start for start in clip_starts(last - first, size, max_clips)]
-        clips = [entry._replace(start_seconds=begin / rate, end_seconds=(begin + size) / rate) for begin in starts]
-        return torch.stack([self.load(clip, 0) for clip in (clips if len(clips) > 1 else [entry])])
+        clips = [ref._replace(start_seconds=begin / rate, end_seconds=(begin + size) / rate) for begin in starts]
+        return torch.stack([self.load(clip, 0) for clip in (clips if len(clips) > 1 else [ref])])
 
-    def _cut_clip(self, sound: Any, choose: Callable[[int], int], entry: FileRef) -> Array:
-        (first, last), rate = _find_part(sound, entry), sound.samplerate
+    def _cut_clip(self, sound: Any, choose: Callable[[int], int], ref: FileRef) -> Array:
+        (first, last), rate = _find_part(sound, ref), sound.samplerate
         clip_frames = -(-self.clip_samples * rate // self.sample_rate)
         step = _clip_step(rate, self.sample_rate)
         begin = first + step * choose(max(0, last - first - clip_frames) // step + 1)
@@ -132,13 +132,13 @@ def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _open_sound(entry: FileRef) -> Iterator[Any]:
+def _open_sound(ref: FileRef) -> Iterator[Any]:
     """An open soundfile.SoundFile. Errors of libsndfile inside the context become ValueErrors of one line."""
     import soundfile
 
-    is_local = entry.is_local_file
+    is_local = ref.is_local_file
     try:
-        with open_regular(entry.path) if is_local else open_entry(entry) as file, _silenced_worker():
+        with open_regular(ref.path) if is_local else open_ref(ref) as file, _silenced_worker():
             content = LocalFile(file.fileno()) if is_local else _SeekableFile(file)
             if not content.size:
                 raise ValueError("the file is empty")
@@ -152,7 +152,7 @@ def _open_sound(entry: FileRef) -> Iterator[Any]:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
         reason = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
-        raise ValueError(other_kind(entry.read(LONGEST_BEGINNING)) or reason) from None
+        raise ValueError(other_kind(ref.read(LONGEST_BEGINNING)) or reason) from None
 
 
 class _SeekableFile:
@@ -195,7 +195,7 @@ def _clip_step(rate: int, target: int) -> int:
     return step if step <= rate // 20 else 1
 
 
-def _find_part(sound: Any, entry: FileRef) -> tuple[int, int]:
+def _find_part(sound: Any, ref: FileRef) -> tuple[int, int]:
     """The first frame of the requested part, and the one behind its last. Raises ValueError, in one line, if there is
     no such part, or the header is impossible."""
     if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
@@ -206,10 +206,10 @@ def _find_part(sound: Any, entry: FileRef) -> tuple[int, int]:
     if actual < stated < _UNKNOWN_SIZE:
         raise ValueError(f"it is cut off: {actual} bytes of sound, where its header states {stated}")
     rate = sound.samplerate
-    first = min(round(entry.start_seconds * rate), sound.frames)
-    last = round(min(entry.end_seconds * rate, sound.frames))
+    first = min(round(ref.start_seconds * rate), sound.frames)
+    last = round(min(ref.end_seconds * rate, sound.frames))
     if first >= last:
-        raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {entry.start_seconds:g} s")
+        raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {ref.start_seconds:g} s")
     return first, last
 
 

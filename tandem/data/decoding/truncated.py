@@ -16,7 +16,7 @@ def check_not_truncated(file: Any) -> None:
     Matroska states no length and is accepted."""
     start = file.read(_START_BYTES)
     n_bytes = file.seek(0, os.SEEK_END)
-    if start.startswith(_HEADER) and (stated_size := _read_matroska_length(start)) > n_bytes:
+    if start.startswith(_HEADER) and (stated_size := _read_matroska_size(start)) > n_bytes:
         raise ValueError(f"it is cut off: it has {n_bytes} bytes, where its header states {stated_size}")
     if start.startswith(b"GIF8"):
         file.seek(max(0, n_bytes - _END_BYTES))
@@ -26,7 +26,7 @@ def check_not_truncated(file: Any) -> None:
     file.seek(0)
 
 
-def _read_matroska_length(start: bytes) -> int:
+def _read_matroska_size(start: bytes) -> int:
     """The size of a file in bytes by its header; 0 if it states none."""
     size, offset = _read_number(start, len(_HEADER))
     offset += size

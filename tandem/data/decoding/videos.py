@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tandem.data.bad_samples import SampleSkipped, reason_of
-from tandem.data.sources.record import FileRef, open_entry
+from tandem.data.sources.record import FileRef, open_ref
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
@@ -65,7 +65,7 @@ class ClipDecoder:
     seed: int = 0
     crop: Crop = CENTER
 
-    def load(self, entry: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, ref: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), a clip between
         start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine its place; else it is
         the middle.
@@ -73,24 +73,24 @@ class ClipDecoder:
         Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
         """
         cut = self.crop.cut(epoch, index) if augment else None
-        if entry.name.lower().endswith(IMAGE_ENDINGS):
-            frames = [self._decode_image(entry, cut).permute(1, 2, 0).numpy()]
+        if ref.name.lower().endswith(IMAGE_ENDINGS):
+            frames = [self._decode_image(ref, cut).permute(1, 2, 0).numpy()]
         else:
             fraction = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
-            with open_video(entry) as video:
-                frames = self._decode_clip(video, entry, fraction, augment and self.clip_starts == "keyframe", cut)
+            with open_video(ref) as video:
+                frames = self._decode_clip(video, ref, fraction, augment and self.clip_starts == "keyframe", cut)
         return self.to_clip(frames)
 
-    def frames(self, entry: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
+    def frames(self, ref: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
         (3, image_size, image_size), at the fps or frame_stride of clips. Each comes with the frames per second up to
         it: those of the headers, if all stamps agree with them to half a frame, else the mean; None for an image. With
         `multiple`, (3, height, width) in the aspect ratio of the file, see `Converter`. Raises what `load` raises."""
-        if entry.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._decode_image(entry, multiple=multiple), None
+        if ref.name.lower().endswith(IMAGE_ENDINGS):
+            yield self._decode_image(ref, multiple=multiple), None
             return
-        with open_video(entry) as video:
-            begin, end = video.part(entry)
+        with open_video(ref) as video:
+            begin, end = video.part(ref)
             step, first, is_steady, shape = self._ticks_per_step(video), math.nan, True, (0, 0, 0)
             for number, (time, picture) in enumerate(self._convert_frames(video, begin, end, multiple=multiple)):
                 first, shape = (time, picture.shape) if number == 0 else (first, shape)
@@ -107,14 +107,14 @@ class ClipDecoder:
             if end == math.inf:
                 video.require_end()
 
-    def _decode_image(self, entry: FileRef, cut: CropFunction | None = None, multiple: int | None = None) -> Tensor:
-        return decode_image(entry, self.image_size, 3, cut=cut, multiple=multiple)
+    def _decode_image(self, ref: FileRef, cut: CropFunction | None = None, multiple: int | None = None) -> Tensor:
+        return decode_image(ref, self.image_size, 3, cut=cut, multiple=multiple)
 
     def _decode_clip(
-        self, video: Video, entry: FileRef, fraction: float, at_keyframe: bool, cut: CropFunction | None
+        self, video: Video, ref: FileRef, fraction: float, at_keyframe: bool, cut: CropFunction | None
     ) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
-        begin, end = video.part(entry)
+        begin, end = video.part(ref)
         step = self._ticks_per_step(video)
         slack = min(end, video.end) - begin - (self.num_frames - 1) * step
         start = begin + max(0.0, slack) * fraction
@@ -184,11 +184,11 @@ def require_decoder() -> None:
 
 
 @contextlib.contextmanager
-def open_video(entry: FileRef) -> Iterator[Video]:
+def open_video(ref: FileRef) -> Iterator[Video]:
     """An open video. Errors of FFmpeg inside the context become ValueErrors of one line."""
     import av
 
-    with open_entry(entry) as file:
+    with open_ref(ref) as file:
         check_not_truncated(file)
         try:
             # By a file object, because FFmpeg takes some names, such as `concat:a`, for protocols.
@@ -197,7 +197,7 @@ def open_video(entry: FileRef) -> Iterator[Video]:
                 yield Video(container)
         except av.FFmpegError as error:
             reason = f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}"
-            raise ValueError(other_kind(entry.read(LONGEST_BEGINNING)) or reason) from None
+            raise ValueError(other_kind(ref.read(LONGEST_BEGINNING)) or reason) from None
 
 
 @contextlib.contextmanager
@@ -279,13 +279,13 @@ class Video:
     def _ticks(self, microseconds: int) -> float:
         return microseconds / _MICROSECONDS * self.ticks_per_second
 
-    def part(self, entry: FileRef) -> tuple[float, float]:
+    def part(self, ref: FileRef) -> tuple[float, float]:
         """The beginning and the end of the requested part, in ticks; inf: up to the end of the video. Raises
         ValueError, in one line, if the part ends before the first picture."""
-        begin, end = (self._origin + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
+        begin, end = (self._origin + time * self.ticks_per_second for time in (ref.start_seconds, ref.end_seconds))
         if end <= self.start:
             first = (self.start - self._origin) / self.ticks_per_second
-            raise ValueError(f"its picture begins at {first:g} s, and its clip ends at {entry.end_seconds:g} s")
+            raise ValueError(f"its picture begins at {first:g} s, and its clip ends at {ref.end_seconds:g} s")
         return max(begin, self.start), end
 
     def require_end(self) -> None:

@@ -33,28 +33,29 @@ class ShardCache:
         """The local copy of the file with this key and `size`; if there is none, `read`(size, offset) fetches it. None
         if the cache has no room for it. Raises OSError, and what `read` raises."""
         path = self._folder / hashlib.sha256(key.encode()).hexdigest()
-        part = path.with_suffix(".part")
+        part_path = path.with_suffix(".part")
         while size <= self.limit:
             with contextlib.suppress(FileNotFoundError):
                 file = open(path, "rb")  # noqa: SIM115
                 now = time.time_ns()  # finer than the clock of the file system
                 os.utime(file.fileno(), ns=(now, now))
                 return file
-            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as copy, _locked(copy):
-                if not _is_at_path(copy, part):
+            descriptor = os.open(part_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "r+b") as part, _locked(part):
+                if not _is_at_path(part, part_path):
                     continue  # another process has finished or deleted it
                 with contextlib.ExitStack() as cleanup:
-                    cleanup.callback(part.unlink)
+                    cleanup.callback(part_path.unlink)
                     if path.exists():
                         continue
-                    if not self._make_room(copy, size):
+                    if not self._make_room(part, size):
                         break
                     for offset in range(0, size, _PIECE):
-                        copy.write(read(_PIECE, offset))
-                    copy.flush()
-                    os.fsync(copy.fileno())  # after a loss of power, the final file must not hold zeros
+                        part.write(read(_PIECE, offset))
+                    part.flush()
+                    os.fsync(part.fileno())  # after a loss of power, the final file must not hold zeros
                     with self._locked_folder():
-                        os.replace(part, path)
+                        os.replace(part_path, path)
                     cleanup.pop_all()
         return None
 
@@ -68,7 +69,7 @@ class ShardCache:
         """Reserve `size` bytes of the disk for a file, and delete others until all fit. Returns whether they do: files
         that other processes are fetching are not deleted."""
         with self._locked_folder():
-            os.truncate(copy.fileno(), 0)  # a killed process may have left something in it
+            os.truncate(copy.fileno(), 0)  # a killed process may have left a part of the file
             files = []
             for path in filter(_is_cache_file, self._folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):

@@ -149,7 +149,7 @@ def embedding_rows(source: RecordSource, kind: Kind, spec: str, *, index_width: 
             noun = kind.spec.noun
             raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
-            last, first = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
+            last, first = (f"{array.shape[1:]} in {array.ref.path!r}" for array in (arrays[-1], arrays[0]))
             raise ValueError(f"{kind.spec.noun}s have the shape {last}, but {first}")
     for path, indices in zip(source.paths, source.shards or (), strict=True):
         if indices:
@@ -163,7 +163,7 @@ def _load_row(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, 
     array = arrays[tars.shard(index)]
     row = row_of(tars.name(index), index_width)
     if row >= array.shape[0]:
-        raise ValueError(f"it is row {row} of {redact(array.entry.path)}, which has only {array.shape[0]}")
+        raise ValueError(f"it is row {row} of {redact(array.ref.path)}, which has only {array.shape[0]}")
     return array.row(row)
 
 

@@ -151,20 +151,20 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Ran
 
 
 @contextlib.contextmanager
-def open_entry(entry: FileRef) -> Iterator[FileWindow | io.BytesIO]:
+def open_ref(ref: FileRef) -> Iterator[FileWindow | io.BytesIO]:
     """Open what a `FileRef` refers to. Raises OSError, and ValueError, in one line, if it is empty. At the end of the
     context it raises an error of the file system that C code took for the end of the file."""
-    if entry.content is not None:
-        if not entry.size:
+    if ref.content is not None:
+        if not ref.size:
             raise ValueError("the file is empty")
-        yield io.BytesIO(entry.content)
+        yield io.BytesIO(ref.content)
         return
-    ahead = sys.maxsize if entry.size is None else entry.size
-    with open_bytes(entry.path, is_part=entry.size is not None, ahead=ahead) as file:
-        size = file.size if entry.size is None else entry.size
+    ahead = sys.maxsize if ref.size is None else ref.size
+    with open_bytes(ref.path, is_part=ref.size is not None, ahead=ahead) as file:
+        size = file.size if ref.size is None else ref.size
         if size == 0:
             raise ValueError("the file is empty")
-        window = FileWindow(file, entry.offset, size)
+        window = FileWindow(file, ref.offset, size)
         try:
             yield window
         finally:

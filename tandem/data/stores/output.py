@@ -70,8 +70,8 @@ class OutputFolder:
                 n_left = len(shards) - first
                 self.say(f"asked to stop: the same command goes on with the last {counted(n_left, 'shard')}")
                 raise AskedToStop
-            number = first + self.processes.rank
-            yield shards[number] if number < len(shards) else None
+            position = first + self.processes.rank
+            yield shards[position] if position < len(shards) else None
             self.say(f"{verb} {min(first + world, len(shards))} of {counted(len(shards), 'shard')}")
 
     def _open(self, fresh: bool) -> None:
@@ -80,8 +80,8 @@ class OutputFolder:
         if fresh and self.path.is_dir():
             with writing.acquire_lock(lock, self.processes.heartbeat):
                 old_folder = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
-            moved = f"starting over; what was in {self.path} is in {old_folder}"
-            self.say(moved if old_folder else f"{self.path} held nothing yet")
+            line = f"starting over; what was in {self.path} is in {old_folder}"
+            self.say(line if old_folder else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = writing.acquire_lock(lock, self.processes.heartbeat)
         self._claim()

@@ -28,7 +28,7 @@ from tandem.data.sources import remote
 from tandem.data.sources.cache import ShardCache
 from tandem.data.sources.files import is_url, redact
 from tandem.data.sources.opening import expand_pattern, open_source
-from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_entry
+from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_ref
 from tandem.io.installed import how_to_install
 from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy
@@ -131,10 +131,10 @@ def test_entries_are_read_by_few_requests(server):
     png, tar = (server.folder / name for name in ("a@b.png", "000.tar"))
     whole, part = FileRef(f"{server.address}/a@b.png"), FileRef(f"{server.address}/000.tar", 1000, 50_000)
     assert whole.read(1 << 30) == png.read_bytes() and part.read(1 << 30) == tar.read_bytes()[1000:51_000]
-    with open_entry(whole) as file, Image.open(io.BufferedReader(file)) as image:
+    with open_ref(whole) as file, Image.open(io.BufferedReader(file)) as image:
         assert image.tobytes() == Image.open(png).tobytes()
     server.proxy.requests.clear()
-    with open_entry(part) as file:
+    with open_ref(part) as file:
         assert b"".join(iter(lambda: file.read(100), b"")) == tar.read_bytes()[1000:51_000]
     assert gets(server) == 1, "500 small steps"
 
@@ -382,7 +382,7 @@ def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path,
 def test_a_shard_that_is_deleted_while_it_is_read_can_be_read_to_its_end(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 0.0003)
     content = (server.folder / "000.tar").read_bytes()
-    with open_entry(FileRef(f"{server.address}/000.tar", 0, 300_000)) as file:
+    with open_ref(FileRef(f"{server.address}/000.tar", 0, 300_000)) as file:
         assert file.read(1000) == content[:1000]
         assert sample(server, 1)
         assert cached_index(tmp_path / "cache") == 200_000
