@@ -1,4 +1,4 @@
-"""The data sets of the scripts, the fields of each and their source; and the scripts' batches (`TrainingData`)."""
+"""The data sets of the scripts, the fields of each and their source; and the scripts' feeds (`TrainingData`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _open_feed(
     train_options: Mapping[str, Any] = {},
     **feed_options: Any,
 ) -> TrainingData:
-    """The batches of the set of --dataset, or else of the flag `flag`, opened with `train_options`; and those of
+    """The feed of the set of --dataset, or else of the flag `flag`, opened with `train_options`, and of the set of
     --valid_folder."""
     spec = data_of(args, flag)
     open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
@@ -87,8 +87,7 @@ def image_opener(args: argparse.Namespace, **options: Any) -> Callable[..., Samp
 
 
 def image_data(args: argparse.Namespace, processes: Backend, channels: int = 3) -> TrainingData:
-    """The batches of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `TrainingData`
-    raises."""
+    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `TrainingData` raises."""
     return _open_feed(image_opener(args, channels=channels), args, processes, "image_folder", "image")
 
 
@@ -121,8 +120,8 @@ def video_opener(args: argparse.Namespace) -> Callable[..., SampleDataset]:
 
 
 def video_data(args: argparse.Namespace, processes: Backend) -> TrainingData:
-    """The batches of a script that trains on videos. With `--image_folder`, every `--image_every`-th batch holds images
-    as clips of one frame. Validation is of videos only. Raises what `TrainingData` raises."""
+    """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
+    images, as clips of one frame. Validation is of videos only. Raises what `TrainingData` raises."""
     feed_options = dict[str, Any]()
     if args.image_folder:
         sources = f"{data_of(args, 'video_folder')} and {args.image_folder}"
@@ -169,7 +168,7 @@ def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Re
 
 
 def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> TrainingData:
-    """The batches of a script that trains on sounds and captions. Raises what `TrainingData` raises."""
+    """The feed of a script that trains on sounds and captions. Raises what `TrainingData` raises."""
     options = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
     return _open_feed(partial(open_sounds, **options, tokenizer=tokenizer), args, processes, "audio_data", "sound")
 
@@ -237,7 +236,7 @@ def decoder_feed(
     takes_text: bool = False,
     **options: Any,
 ) -> TrainingData:
-    """The batches of a script that trains on images with conditions, whose widths are `widths_of` its `samples`.
+    """The feed of a script that trains on images with conditions, whose widths are `widths_of` its `samples`.
     `options`: "longest_text" and "tokenize", see `open_conditioned`. Raises what `TrainingData` raises."""
     takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
