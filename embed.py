@@ -185,7 +185,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     import numpy as np
 
     from tandem.data.sets import open_sounds_in_clips
-    from tandem.data.sources.rows import parts_of
+    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.embeddings import EMBEDDINGS
     from tandem.data.stores.encoding import encode_batches
     from tandem.data.stores.output import OutputFolder, names_sha256
@@ -198,7 +198,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
         sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
-        parts = parts_of(sounds.source)  # of files, if a table states parts
+        parts = time_ranges(sounds.source)  # of files, if a table states parts
     if sounds.skipped:
         say(sounds.skipped)
     settings = {
@@ -244,7 +244,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from tandem.data.stores.embeddings import Answer, StoredEmbeddings, read_queries
+    from tandem.data.stores.embeddings import QueryResult, StoredEmbeddings, read_queries
     from tandem.data.stores.encoding import encode_in_batches
 
     fetch_model(args.model, backend)
@@ -264,7 +264,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
             vectors = torch.stack([embed(query) for query in queries])
             matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.heartbeat("searching"))
-            for answer in map(Answer, queries, matches):
+            for answer in map(QueryResult, queries, matches):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 

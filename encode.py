@@ -283,8 +283,8 @@ def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
-    from tandem.data.decoding.images import LONGEST_SHAPE
-    from tandem.data.decoding.videos import sound_of
+    from tandem.data.decoding.images import MAX_ASPECT_RATIO
+    from tandem.data.decoding.videos import open_sound_track
     from tandem.data.feed import to_unit_range
     from tandem.data.sets import open_videos
     from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
@@ -325,7 +325,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
     def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
-        longest = LONGEST_SHAPE * side if args.keep_aspect else side
+        longest = MAX_ASPECT_RATIO * side if args.keep_aspect else side
         require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **rates)
         clips: Any = videos.fields[0]
@@ -342,7 +342,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         if args.format == "gif":
             file.write(to_gif(frames, fps))
             return
-        with sound_of(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
+        with open_sound_track(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
             write_mp4(file, frames, fps, sound)
 
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
@@ -377,7 +377,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import numpy as np
     import torch
 
-    from tandem.data.sources.rows import parts_of
+    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.codes import code_dtype
     from tandem.data.stores.latents import DTYPES, channel_lines, labels_line
     from tandem.data.stores.output import OutputFolder, names_sha256
@@ -396,7 +396,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
             shape = [width if args.latent == "moments" else width // 2, *sides]
             latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
-        parts = parts_of(samples.source)  # of files, if a manifest states parts
+        parts = time_ranges(samples.source)  # of files, if a manifest states parts
     if samples.skipped:
         backend.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):

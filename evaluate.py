@@ -159,7 +159,7 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
 
 def open_samples(args: argparse.Namespace) -> SampleDataset:
     """The samples to measure on. Raises ValueError, in one line, if there are none."""
-    from tandem.data.held_out import divided_by
+    from tandem.data.held_out import split_of_run
     from tandem.data.sets import open_images, open_videos
 
     options = {"channels": args.channels, "resize": args.resize}
@@ -169,7 +169,7 @@ def open_samples(args: argparse.Namespace) -> SampleDataset:
         return open_images(args.data, image_size=args.image_size, **options)
     sizes = {"image_size": args.image_size, "num_frames": args.num_frames}
     try:
-        held_out = divided_by(argparse.Namespace(**{**vars(args.run), **sizes}), **options).held_out
+        held_out = split_of_run(argparse.Namespace(**{**vars(args.run), **sizes}), **options).held_out
     except ValueError as error:
         raise ValueError(f"--held_out_of {args.held_out_of}: {error}") from None
     if not len(held_out):
@@ -196,7 +196,7 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
         except (OSError, ValueError) as error:
             lines.append(f"on how many of these {n} {name} was trained is not known: {error_text(error)}")
             continue
-        locations = held_out.places_of(run)
+        locations = held_out.folders_of_run(run)
         if counts[name]:
             lines.append(
                 f"{name} was trained on {counts[name]} of these {n}, by their paths: its data is {locations}{hint}"
@@ -205,7 +205,7 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
             lines.append(f"{name} was trained on none of these {n} by their paths: its data is {locations}")
         lines += data_change_lines(name, folder, fingerprint)
     if args.held_out_of:
-        run_fingerprint = held_out.divided_by(args.run).fingerprint
+        run_fingerprint = held_out.split_of_run(args.run).fingerprint
         lines += data_change_lines(args.held_out_of, Path(args.held_out_of), run_fingerprint)
     return counts, list(dict.fromkeys(lines))
 
