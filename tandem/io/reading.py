@@ -189,11 +189,7 @@ def read_yaml(path: str | Path) -> Any:
     Raises:
         OSError, ValueError: one line, as for `compose_yaml`.
     """
-
-    def construct(loader: yaml.SafeLoader, node: yaml.Node | None) -> Any:
-        return None if node is None else loader.construct_document(node)
-
-    return _parse_yaml(path, construct)
+    return _parse_yaml(path, lambda loader, node: None if node is None else loader.construct_document(node))
 
 
 def compose_yaml(path: str | Path) -> yaml.Node | None:
@@ -204,7 +200,6 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
         ValueError: one line, if it is no regular file, no UTF-8 text, no YAML, too long or nested too deeply, or if
             aliases (`*name`) make it much longer than it is.
     """
-
     return _parse_yaml(path, lambda loader, node: node)
 
 
