@@ -105,8 +105,8 @@ def build_parser() -> ArgumentParser:
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
-    """The model with seeded weights, the same on every process, or with those of ``--init_from``. The towers of a run
-    that goes on are those of its checkpoint, and their files need not be there any more."""
+    """The model with seeded weights, the same on every process, or with those of ``--init_from``. A resumed run takes
+    its towers from its checkpoint: their files may be gone."""
     import torch
 
     from tandem import models
@@ -158,7 +158,7 @@ def evaluate(
 
 
 def picture(embedder: Embedder, samples: Batch, count: int) -> Image.Image:
-    """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
+    """Spectrograms with the nearest captions, and the similarity of each sound to each caption."""
     from tandem.training.visuals.sounds import best_matches, sounds_picture
 
     sounds, texts = embedder.sounds(samples["waveforms"]), embedder.texts(samples["captions"])

@@ -136,7 +136,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return {**values, "codes": code_histogram(counts)}
 
     def draw(models: Mapping[str, DiscreteVAE], samples: Batch, step: int) -> Image.Image:
-        """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
+        """Originals, soft and hard reconstructions by the final model: the average if there is one."""
         model, images = final_model(models), to_unit_range(samples["images"])
         soft = model(images, temperature=temperature_of(step)).reconstruction
         return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
