@@ -24,16 +24,16 @@ def gpus() -> int:
 
 def facts() -> dict[str, Any]:
     """Hardware and versions as JSON values. The load average (1, 5, 15 minutes) shows how busy the machine was."""
-    versions = {str(each.name).lower(): each.version for each in metadata.distributions()}
+    versions = {str(package.name).lower(): package.version for package in metadata.distributions()}
     packages = ("torch", "deepspeed", "horovod", "pillow", "numpy")
     has_gpu = gpus() > 0
-    of_gpus: Any = torch.get_device_module() if has_gpu else None
+    gpu_module: Any = torch.get_device_module() if has_gpu else None
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "cpu": _cpu_name(),
         "cores": cores(),
-        "gpus": [of_gpus.get_device_name(index) for index in range(gpus())],
-        "gpu_memory_mib": of_gpus.get_device_properties(0).total_memory // 2**20 if has_gpu else None,
+        "gpus": [gpu_module.get_device_name(index) for index in range(gpus())],
+        "gpu_memory_mib": gpu_module.get_device_properties(0).total_memory // 2**20 if has_gpu else None,
         "cuda": torch.version.cuda if has_gpu else None,
         "cudnn": torch.backends.cudnn.version() if has_gpu else None,
         "system": platform.platform(),
