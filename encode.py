@@ -264,8 +264,8 @@ def image_codec(model: Any, args: argparse.Namespace, backend: distributed.Backe
     write = functools.partial(decode_images, decode=decode, batch_size=batch_size, num_threads=max(1, args.num_workers))
     if model.num_codes:
         return Codec("images", {"batch_size": batch_size}, StoredCodes, ShardWriter, open_set, ".png", None, write)
-    settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
-    settings = {"batch_size": batch_size, **settings}
+    latent_settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
+    settings = {"batch_size": batch_size, **latent_settings}
     writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
     return Codec("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 

@@ -371,22 +371,19 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     model_features = {name: features() for name in models if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
-    def measure(name: str, originals: Tensor) -> tuple[Any, Any, Tensor]:
-        before = moment(device)
-        reconstructions, codes = reconstruct(models[name].model, originals, backend)
-        after = moment(device)
-        qualities[name].add(originals, reconstructions, codes)
-        if network:
-            model_features[name].add(reconstructions)
-        psnr = reconstruction.psnr(originals, reconstructions)
-        return before, after, torch.cat([psnr, reconstructions.isfinite().all()[None].to(psnr)])
-
     def measure_batches(batches: Batches) -> Iterator[tuple[Any, Tensor]]:
         for originals, batch in batches:
             notes.extend(batch)
-            for name in models:
-                *moments, values = measure(name, originals)
-                yield (name, batch, moments), values
+            for name, trained in models.items():
+                start = moment(device)
+                reconstructions, codes = reconstruct(trained.model, originals, backend)
+                moments = start, moment(device)
+                qualities[name].add(originals, reconstructions, codes)
+                if network:
+                    model_features[name].add(reconstructions)
+                psnr = reconstruction.psnr(originals, reconstructions)
+                is_finite = reconstructions.isfinite().all()[None].to(psnr)
+                yield (name, batch, moments), torch.cat([psnr, is_finite])
 
     def record_measurements(batches: Batches) -> Iterator[None]:
         for (name, batch, moments), batch_values in on_host(measure_batches(batches)):

@@ -24,7 +24,7 @@ from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import RunFlags
+from tandem.config.shared import RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 from tandem.weights.load import init_model
 
@@ -44,10 +44,8 @@ COLUMNS = ("recon_loss", "codes_used", "temperature", "valid/psnr", "valid/loss"
 class LossFlags:
     """The loss, its schedules, and where the weights come from."""
 
-    init_from: str | None = flag(
-        None,
-        "start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub, "
-        "whose architecture is taken where no flag sets another",
+    init_from: str | None = start_flag(
+        "start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub",
         FILE,
         title="model",
     )

@@ -119,13 +119,8 @@ ONE_PROCESS = Launcher("python")
 ZERO_STAGES = [Launcher("deepspeed", 2, zero_stage=stage) for stage in range(4)]
 _LAUNCHERS_OWN = ("single", "ddp", "deepspeed", "horovod")
 # Backends that are no launcher's own. They are listed from distributed/backends, so that tests cover a new one.
-CHOSEN = [
-    Launcher("torchrun", processes, backend=name)
-    for name in all_backends()
-    if name not in _LAUNCHERS_OWN
-    for processes in (2, 4)
-]
-CHOSEN_ON_TWO, CHOSEN_ON_FOUR = ([launcher for launcher in CHOSEN if launcher.processes == n] for n in (2, 4))
+_CHOSEN = [name for name in all_backends() if name not in _LAUNCHERS_OWN]
+CHOSEN_ON_TWO, CHOSEN_ON_FOUR = ([Launcher("torchrun", n, backend=name) for name in _CHOSEN] for n in (2, 4))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ import torch
 from tandem import distributed
 from tandem.distributed.torch_comm import leave_process_group
 
+from .machine import proc_value
 from .references import HOROVOD, REFERENCES
 
 if TYPE_CHECKING:
@@ -85,16 +86,15 @@ class Side(ABC):
             self._wait_for(f"ready-{side}")
         self._signal("turn-0")
         for _ in range(options.rounds):
-            clock, samples = _Clock(self._device), options.turns * options.updates * self.samples_per_update
+            seconds, samples = {"wall": 0.0, "cpu": 0.0}, options.turns * options.updates * self.samples_per_update
             for _ in range(options.turns):
                 self._wait_for(f"turn-{self._number}")
                 self.gather(None)  # all processes of the side begin together
-                clock.start()
-                yield from itertools.repeat(None, options.updates)
-                clock.stop()
+                with _timed(self._device, seconds):
+                    yield from itertools.repeat(None, options.updates)
                 self._signal(f"turn-{self._number + 1}")
                 self._number += len(self._sides)
-            by_rank = self.gather([clock.wall_seconds, clock.cpu_seconds])
+            by_rank = self.gather([seconds["wall"], seconds["cpu"]])
             self._rates["wall"].append(sum(samples / wall for wall, _ in by_rank))
             self._rates["cpu"].append(samples * len(by_rank) / sum(cpu for _, cpu in by_rank))
         self._memory = self.gather([self._memory_before, start_peak, peak_memory_bytes(self._device)])
@@ -223,25 +223,17 @@ def _batches(folder: Path, rank: int) -> Path:
     return folder / f"batches-{rank}.pt"
 
 
-class _Clock:
-    """Sums the seconds between `start` and `stop`. Both wait for the GPU, so that all its work counts."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.wall_seconds = self.cpu_seconds = 0.0
-
-    def start(self) -> None:
-        self._synchronize()
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
-
-    def stop(self) -> None:
-        self._synchronize()
-        self.wall_seconds += time.perf_counter() - self._wall
-        self.cpu_seconds += time.process_time() - self._cpu
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+@contextlib.contextmanager
+def _timed(device: torch.device, seconds: dict[str, float]) -> Iterator[None]:
+    """A context whose duration is added to `seconds`, by the clock ("wall") and in CPU time ("cpu"), after all work of
+    the GPU before its begin and before its end."""
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None
+    synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    synchronize(device)
+    seconds["wall"] += time.perf_counter() - wall
+    seconds["cpu"] += time.process_time() - cpu
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -270,9 +262,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _from_proc(key: str) -> int | None:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+    value = proc_value("self/status", key)
+    return int(value.split()[0]) * 1024 if value else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -110,11 +110,16 @@ class OptimizerFlags:
 
 @dataclass
 class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
-    """The same, with one learning rate and one weight decay."""
+    """`OptimizerFlags` with one learning rate and one weight decay."""
 
     weight_decay: float = flag(
         0.01, "weight decay of matrices; biases and scales do not decay", non_negative_float, title="optimizer"
     )
+
+
+def start_flag(sources: str, convert: Any = FOLDER, **options: Any) -> Any:
+    """The flag --init_from. `sources`: what a run can start from, in words."""
+    return flag(None, f"{sources}, whose architecture is taken where no flag sets another", convert, **options)
 
 
 ENDLESS = 1e9  # epochs, where the number of updates ends a run

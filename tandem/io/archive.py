@@ -87,12 +87,8 @@ def substitute_for(name: str) -> tuple[Any, str]:
     """For a name in `IGNORED`: the substitute for the class, and the name in PyTorch's form (`module.name`)."""
     class_name = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
     class_name = class_name.replace("__builtin__", "builtins").replace(" ", ".")
-    return (_empty_dict if name.endswith("defaultdict") else Ignored), class_name
-
-
-def _empty_dict(*_: Any) -> dict[Any, Any]:
-    """An empty mapping, because PyTorch sets the items of mappings only."""
-    return {}
+    # A dict in the place of a defaultdict, because PyTorch sets the items of mappings only.
+    return ((lambda *_: {}) if name.endswith("defaultdict") else Ignored), class_name
 
 
 def has_weight_name(path: Path, name: bytes) -> bool:

@@ -120,10 +120,10 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
             yield line
 
 
-def other_kind(beginning: bytes) -> str:
+def other_kind(beginning: bytes, more_kinds: tuple[tuple[bytes, str, str], ...] = ()) -> str:
     """What a file holds by its first `LONGEST_BEGINNING` bytes, such as a pointer of Git LFS, and the advice, as a part
-    of a message; "" for any content that is not in `_OTHER_KINDS`."""
-    for pattern, kind, remedy in _OTHER_KINDS:
+    of a message; "" for any content that is neither in `_OTHER_KINDS` nor in ``more_kinds``, which are of its form."""
+    for pattern, kind, remedy in (*_OTHER_KINDS, *more_kinds):
         if re.match(pattern, beginning):
             return f"it is {kind}; {remedy}"
     return ""

@@ -26,7 +26,7 @@ _INNER_WRAPPERS = re.compile(WRAPPER_NAMES.pattern.decode())
 
 _COPY_ADVICE = "copy or download it again"
 # Files mistaken for weights, in addition to those in `reading`: the first bytes, the kind, and the advice.
-_OTHER_KINDS = (
+_NO_WEIGHTS = (
     (rb"GGUF", "in the GGUF format", "give the file of PyTorch or safetensors that it was made from"),
     (rb"\x08[\x01-\x0f]\x12", "in the ONNX format", "give the file of PyTorch that it was made from"),
     (rb"\x89HDF", "in the HDF5 format of Keras", "give the file of PyTorch or safetensors"),
@@ -125,11 +125,8 @@ def why_no_weights(path: Path) -> str:
         if not any(member.lower().endswith("data.pkl") for member in members):
             return f"it is a zip of {len(members)} files, none of them PyTorch's; unpack it"
         return ""
-    if reason := other_kind(beginning):
+    if reason := other_kind(beginning, _NO_WEIGHTS):
         return reason
-    for pattern, kind, remedy in _OTHER_KINDS:
-        if re.match(pattern, beginning):
-            return f"it is {kind}; {remedy}"
     if beginning.startswith(_PICKLE):
         return ""
     return f"it begins as no file of PyTorch or safetensors does; {_COPY_ADVICE}"

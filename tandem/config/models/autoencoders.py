@@ -19,7 +19,7 @@ from tandem.config.converters import (
     step_count_or_0,
     width,
 )
-from tandem.config.fields import ModelConfig, Requirement, above_0, flag, flags_of, when
+from tandem.config.fields import ModelConfig, Requirement, above_0, flag, specs_of, when
 
 from .taming import BodyConfig, LatentConfig
 
@@ -49,7 +49,7 @@ _LAYERS = (
 
 def check_choices(config: ModelConfig) -> None:
     """Raise a ValueError, in one line, if a field has a value that is none of its choices."""
-    for _, name, spec, _ in flags_of(type(config)):
+    for name, spec in specs_of(type(config)).items():
         value, choices = getattr(config, name), spec.options.get("choices")
         if choices and value not in choices:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
