@@ -20,7 +20,6 @@ from .machine import cores
 from .references import HOROVOD, REFERENCES
 
 _TIMEOUT_SECONDS = 600
-_WORKER = "benchmarks.worker"
 # Switch off all work other than the updates, so that every update does the same; logging keeps its defaults.
 _SCRIPT_FLAGS = ("--valid_fraction", "0", "--num_workers", "0", "--validate_every_n_steps", "0",
                  "--sample_every_n_steps", "0", "--save_every_n_steps", "0")  # fmt: skip
@@ -88,7 +87,8 @@ def measure(
             *(*REFERENCES[script].flags, "--output_dir", str(Path(folder) / "run")),
         ]
         commands = [
-            _launcher_of(side, launcher).command(_WORKER, ["--side", side, *flags, *launcher.flags]) for side in sides
+            _launcher_of(side, launcher).command("benchmarks.worker", ["--side", side, *flags, *launcher.flags])
+            for side in sides
         ]
         run(commands, {"OMP_NUM_THREADS": str(threads), **(environment or {})}, seconds)
         return {side: json.loads((Path(folder) / f"{side}.json").read_text()) for side in sides}

@@ -41,7 +41,6 @@ _HEAVY_MODEL = "--image_size 16 --hidden_dim 512 --num_resnet_blocks 6"
 # The script's default model at its default image size, in a batch that keeps a GPU busy.
 _GPU_MODEL = "--batch_size 64"
 _SAMPLES_PER_PROCESS = 4
-_NEEDS_TWO = Row("2 processes", note="needs two GPUs; CUDA_VISIBLE_DEVICES= measures the CPU")
 
 
 def training(rounds: int) -> Iterator[Row]:
@@ -89,7 +88,7 @@ def _on_several(
     """train_vae.py by each launcher, over its sides, on each number of processes, of which a GPU has one."""
     gpus = machine.gpus()
     if gpus == 1:
-        yield _NEEDS_TWO
+        yield Row("2 processes", note="needs two GPUs; CUDA_VISIBLE_DEVICES= measures the CPU")
         return
     model, share, turns, updates = ("", 32, 3, 10) if gpus else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 2)
     for launcher, others in sides.items():

@@ -113,7 +113,7 @@ def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list
     """Give a run the architecture of the model of --init_from, where no flag sets another one.
 
     Returns:
-        Lines for the user about what was taken.
+        Lines for the user about the values that were taken.
 
     Raises:
         ValueError: one line, if there is no model, or its description, which is not trusted, is not valid.
@@ -131,14 +131,14 @@ def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list
 
 
 def restore_architecture(parser: ArgumentParser, args: argparse.Namespace, resumed: Mapping[str, Any]) -> list[str]:
-    """Give a resumed run the architecture that it took at its first start, where no flag sets another one, which is
-    refused later.
+    """Give a resumed run the architecture that it took at its first start, where no flag sets another one (which is
+    refused later).
 
     Args:
         resumed: The settings in config.yaml of the run.
 
     Returns:
-        Lines for the user about what was taken.
+        Lines for the user about the values that were taken.
 
     Raises:
         ValueError: one line, if config.yaml lacks a flag, or has a value that does not fit one.

@@ -23,7 +23,6 @@ _MODELS = {
 }
 _SECONDS = {"": 75.0, "--compile": 150.0}  # limit of a comparison, so that the others have time if one hangs
 _UPDATES = 12  # of a round: a multiple of the updates between two penalties
-_ON_A_CPU = ("bf16", "fp32")
 
 
 def speed(plan: Plan) -> Iterator[Row]:
@@ -39,7 +38,7 @@ def speed(plan: Plan) -> Iterator[Row]:
 def speed_row(plan: Plan, script: str, precision: str, option: str = "") -> Row:
     """The row of a script and its reference, which does not scale the loss and so has no fp16."""
     name = " ".join(filter(None, [f"{script}.py", precision, option]))
-    if (option and plan.is_pretend) or (not plan.has_gpu and (option or precision not in _ON_A_CPU)):
+    if (option and plan.is_pretend) or (not plan.has_gpu and (option or precision not in ("bf16", "fp32"))):
         return Row(name, note=NEEDS_A_GPU)
     sides = [SCRIPT] if precision == "fp16" else [SCRIPT, REFERENCE]
     flags = [*model_flags_of(plan, script), "--precision", precision, *([option] if option else [])]

@@ -134,8 +134,8 @@ class GANFlags:
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Refuse --train decoder without a model, and fill in --discr_dim and --gan_weight_scale. Published trainers
-        take the whole adaptive weight beside a perceptual loss; without one, an adversarial gradient as large as that
-        of the pixel loss degrades the reconstruction."""
+        have a scale of 1 and a perceptual loss; without one, an adversarial gradient as large as that of the pixel loss
+        degrades the reconstruction."""
         if args.train == "decoder" and not args.init_from:
             parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
         args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)

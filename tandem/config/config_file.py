@@ -27,9 +27,9 @@ def read_flags(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values, and the keys that set them, by dest name from a YAML mapping.
 
-    A scalar is converted from its text in the file: `1e-4` (a string in YAML 1.1) is a number, and a folder may be
-    called 2024. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags whose
-    default is None, and keeps the default. YAML tags construct nothing.
+    A scalar is converted from its text in the file, so that `1e-4` (a string in YAML 1.1) is a number, and 2024 may be
+    the name of a folder. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags
+    whose default is None, and keeps the default. YAML tags construct nothing.
 
     Args:
         path: Of a file, or of one in configs/ (`find_shipped_file`).

@@ -94,7 +94,7 @@ def flag(
         aliases: Further names, such as that of a public trainer.
         requires: Requirements without which the flag has no effect. Then it is refused on the command line, but not in
             a config file, because config.yaml of a run holds every flag.
-        fixed_on_resume: A resumed run may not change the value; with a function, its result for the value.
+        fixed_on_resume: A resumed run may not change the value; if this is a function, its result for the value.
         architecture: Weights fit only models with the same value; a resumed run may not change it either.
         title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
         options: Further arguments of `add_argument`: choices, metavar, nargs.
@@ -186,7 +186,7 @@ class ModelConfig:
 def check_whole(name: str, value: Any, minimum: int = 1) -> None:
     """Raise a ValueError, in one line, if an untrusted value is not a whole number of at least ``minimum``."""
     if type(value) is not int or value < minimum:
-        raise ValueError(f"{name} {str(value)[:80]!r} is not a whole number of at least {minimum}")
+        raise ValueError(f"{name} {repr(value)[:80]} is not a whole number of at least {minimum}")
 
 
 def _to_plain(value: Any) -> Any:
