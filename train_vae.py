@@ -117,7 +117,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     ema = make_ema(vae, args.ema_decay, args.ema_power)
     noise = Noise(args.seed, "gumbel")
-    temperature_of = partial(schedules.anneal, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
+    temperature_at = partial(schedules.anneal, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
 
     def objective(out: VAEOutput) -> Tensor:
         return out.recon_loss + args.kl_loss_weight * out.kl
@@ -128,7 +128,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         for batch in feed.validation():
             images = to_unit_range(batch["images"])
             codes = model.get_codebook_indices(images)
-            loss = objective(model(images, temperature=temperature_of(step)))
+            loss = objective(model(images, temperature=temperature_at(step)))
             quality.add(images, model.decode(codes), codes, loss=loss)
         values, counts = quality.result(backend.sum)
         return {**values, "codes": code_histogram(counts)}
@@ -136,7 +136,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     def draw(models: Mapping[str, DiscreteVAE], samples: Batch, step: int) -> Image.Image:
         """Originals, soft and hard reconstructions by the final model: the average if there is one."""
         model, images = final_model(models), to_unit_range(samples["images"])
-        soft = model(images, temperature=temperature_of(step)).reconstruction
+        soft = model(images, temperature=temperature_at(step)).reconstruction
         return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
 
     alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
@@ -149,7 +149,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run.resume(engine=vae, ema=ema)
 
     for step, batch in updates(run, evaluation, preview=args.num_images_save):
-        temperature, codes = temperature_of(step), []
+        temperature, codes = temperature_at(step), []
         vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
         for micro_batch in vae.micro_batches(batch):
             images = to_unit_range(micro_batch["images"])

@@ -56,7 +56,7 @@ def read_pictures(folder: Path, max_updates: int) -> tuple[list[dict[str, Any]],
 
 
 def choose_evenly(items: Sequence[int], max_count: int) -> list[int]:
-    """At most `max_count` items: the first, the last, and others evenly spaced between them."""
+    """At most `max_count` of the items: the first, the last, and others at even distances."""
     last = len(items) - 1
     if last < max_count:
         return list(items)
