@@ -183,7 +183,7 @@ def build_parser() -> ArgumentParser:
     )  # fmt: skip
 
 
-class Codec(NamedTuple):
+class Coder(NamedTuple):
     """The functions that encode and decode images or videos.
 
     kind: "images" or "videos".
@@ -193,7 +193,7 @@ class Codec(NamedTuple):
         latents), the samples to encode, and the function that encodes the samples of each shard. Raises ValueError, in
         one line, if the model does not take the samples.
     ending, frames_per_code: ending of the decoded files, and frames of a code: see `decoded_files`.
-    write: (stored codes, number of a shard, paths) -> None; decodes the shard to files.
+    write: (stored codes, number of a shard, paths) decodes the shard and writes its files.
     """
 
     kind: str
@@ -207,19 +207,19 @@ class Codec(NamedTuple):
 
 
 def run_model(
-    backend: distributed.Backend, phase: str, method: Callable[..., Tensor], values: Tensor, *state: Any
+    backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
-    """The output of a method of the model, in the precision of the run. The range of the values is not checked."""
+    """The output of a method of the model for valid inputs, whose range is not checked, in the precision of the run."""
     from tandem.devices import to_device
     from tandem.models.layers.convolutional import without_range_checks
 
-    backend.heartbeat(phase)
+    backend.heartbeat(doing)
     with backend.autocast(), without_range_checks():
         return method(to_device(values, backend.device), *state)
 
 
-def image_codec(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Codec:
-    """The codec of a DiscreteVAE or a VQGAN, which encodes batches of images to codes or latents.
+def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
+    """Images in batches, through a DiscreteVAE or a VQGAN, to codes or to latents.
 
     All batches are padded to one size, because at a fixed size neither the position of an image in its batch nor the
     other images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents
@@ -263,11 +263,11 @@ def image_codec(model: Any, args: argparse.Namespace, backend: distributed.Backe
     decode = functools.partial(run_model, backend, "decoding", model.decode)
     write = functools.partial(decode_images, decode=decode, batch_size=batch_size, num_threads=max(1, args.num_workers))
     if model.num_codes:
-        return Codec("images", {"batch_size": batch_size}, StoredCodes, ShardWriter, open_set, ".png", None, write)
-    latent_settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
-    settings = {"batch_size": batch_size, **latent_settings}
+        return Coder("images", {"batch_size": batch_size}, StoredCodes, ShardWriter, open_set, ".png", None, write)
+    settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
+    settings = {"batch_size": batch_size, **settings}
     writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
-    return Codec("images", settings, StoredLatents, writer, open_set, ".png", None, write)
+    return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 
 
 def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -276,8 +276,8 @@ def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
     return sample.pop("images")[None], sample
 
 
-def video_codec(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Codec:
-    """The codec of a VideoTokenizer, which encodes videos frame by frame, and images as videos of one frame."""
+def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
+    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
     from tandem.data.decoding.images import LONGEST_SHAPE
     from tandem.data.decoding.videos import sound_of
     from tandem.data.feed import to_unit_range
@@ -345,26 +345,26 @@ def video_codec(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     settings = {**rates, "frames_per_code": model.frames_per_code}
     if args.keep_aspect:
         settings["keep_aspect"] = True
-    return Codec("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
+    return Coder("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
 
 
-def open_codec(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Codec, dict[str, Any]]:
-    """The model on the device of the run, its codec, and the settings that the codes depend on beside the data. Raises
+def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
+    """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
     ValueError, in one line, if there is no such model or it does not take data of the kind of the flags."""
     model, model_settings, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
     kind = "videos" if name == "VideoTokenizer" else "images"
     if kind not in possible_kinds(args):
-        raise ValueError(f"{args.model} holds a {name}, which encodes {kind}: give --{kind.removesuffix('s')}_folder")
+        raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     validate_kinds(args, kind)
     output, unused = ("codes", _LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
     if idle_flags := [name for name in unused if name in args.on_command_line]:
         raise ValueError(f"--{idle_flags[0]} has no effect: the model in {args.model} makes {output}; leave it out")
     if args.scaled and not (model.num_codes or model.scaling_factor):
         raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
-    make_codec = video_codec if kind == "videos" else image_codec
-    codec = make_codec(model.to(backend.device).requires_grad_(False), args, backend)
-    return model, codec, {**model_settings, **codec.settings, "format": args.format, **kernel_settings(args, backend)}
+    make_coder = video_coder if kind == "videos" else image_coder
+    coder = make_coder(model.to(backend.device).requires_grad_(False), args, backend)
+    return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -381,10 +381,10 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     fetch_model(args.model, backend)
     with backend.raise_on_all_ranks():
-        model, codec, model_settings = open_codec(args, backend)
+        model, coder, model_settings = open_coder(args, backend)
         backend.heartbeat("listing the samples", is_uninterrupted=True)
-        side, kind = args.image_size or model.image_size, codec.kind
-        grid, samples, compute = codec.open(side)
+        side, kind = args.image_size or model.image_size, coder.kind
+        grid, samples, compute = coder.open(side)
         empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
         if not model.num_codes:  # rows are moments of an image and the mirrored one
             _, width, *sides = grid
@@ -410,26 +410,26 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = codec.writer(output, codec.stored.name, empty, names, per_shard, npy=args.format == "npy")
+    shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n_new, bad, seconds = shards.fill(compute, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    location = f"in {counted(len(shards), 'shard')} of {codec.stored.name}: {args.output}"
+    location = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
     backend.say(f"{counted(len(names) - bad, kind[:-1])} {location}")
     if not model.num_codes:
         with backend.raise_on_all_ranks():
-            stored: Any = codec.stored(output.path)
+            stored: Any = coder.stored(output.path)
             statistics = stored.channels(range(backend.rank, len(shards), backend.world_size))
         for line in channel_lines({int(k): v for part in backend.gather_objects(statistics) for k, v in part.items()}):
             backend.say(line)
     if kind == "images" and len(names) > bad:
         with backend.raise_on_all_ranks():
-            lines = list(codec.stored(output.path).lines())
+            lines = list(coder.stored(output.path).lines())
         backend.say(labels_line({line.get("label") for line in lines}))
         if partly_read := [line for line in lines if PARTIAL in line]:
             first = f"{partly_read[0]['path']}: {partly_read[0][PARTIAL]}"
             backend.say(f"read only in part: {counted(len(partly_read), 'image')}, such as {first}")
     if args.report and model.num_codes:
         with backend.raise_on_all_ranks():
-            counts = codec.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
+            counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         if n_new:
             speed = f"{counted(n_new, kind[:-1])} in {seconds:.3g} s, {n_new / seconds:.3g} {kind}/s"
@@ -456,14 +456,14 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     fetch_model(args.model, backend)
     with backend.raise_on_all_ranks():
-        _, codec, model_settings = open_codec(args, backend)
-        codes = codec.stored(args.decode)
+        _, coder, model_settings = open_coder(args, backend)
+        codes = coder.stored(args.decode)
         sha256 = codes.index.get("weights_sha256")
         if sha256 != model_settings["weights_sha256"] and not shares_encoder(args.model, sha256):
             raise ValueError(
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )
-        files = decoded_files(Path(args.output), codes, codec.ending, codec.frames_per_code)
+        files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
         if args.sound_from and len({line["path"] for line in codes.lines()}) < sum(map(len, files)):
             raise ValueError("--sound_from: some videos are parts of one file, whose sound is that of the whole")
     sound = {"with_sound": True} if args.sound_from else {}
@@ -472,8 +472,8 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.raise_on_all_ranks():
             if shard is not None:
-                codec.write(codes, shard, files[shard])
-    backend.say(f"{counted(sum(map(len, files)), codec.kind[:-1])}: {args.output}")
+                coder.write(codes, shard, files[shard])
+    backend.say(f"{counted(sum(map(len, files)), coder.kind[:-1])}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

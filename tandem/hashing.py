@@ -1,5 +1,5 @@
-"""The hash function of SplitMix64 (Steele, Lea and Flood 2014). Orders of samples, augmentations and noise are hashes
-of a key."""
+"""The mixing of SplitMix64 (Steele, Lea and Flood 2014), by which orders of samples, augmentations and noise are
+functions of a key."""
 
 from __future__ import annotations
 

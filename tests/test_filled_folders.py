@@ -387,7 +387,7 @@ MISTAKES: dict[str, tuple[list[Script], Callable[[Path], dict[str, Any]], str]] 
     "a flag of videos": ([TOKENIZE], lambda tmp: {"--fps": 5}, "--fps has no effect without --video_folder"),
     "a model of images": (
         [TOKENIZE_VIDEOS], lambda tmp: {"--model": saved(tmp / "m", vqgan())},
-        "holds a VQGAN, which encodes images: give --image_folder",
+        "holds a VQGAN, which codes images: give --image_folder",
     ),
     "no videos": ([TOKENIZE_VIDEOS], lambda tmp: {"--video_folder": tmp}, "no video in"),
     "rate and stride": ([TOKENIZE_VIDEOS], lambda tmp: {"--fps": 5, "--frame_stride": 2}, "--frame_stride has no effe"),
