@@ -294,7 +294,7 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
 
     parser, all_rows = script_parser("train_decoder.py"), rows("train_decoder.py")
     supported, other_keys = known_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
-    unsupported = [*without_counterpart(other_keys, supported), *default_lines(config, supported)]
+    left_out = [*without_counterpart(other_keys, supported), *default_lines(config, supported)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()
     check_arguments(model)
     build_on_meta(lambda: Decoder.from_dict(model))
@@ -302,7 +302,7 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
     architecture = parser.config.architecture_of(model, no_flags)
     settings = parser.settings(parser.with_values(architecture))
     flags = flags_of_config(config, all_rows, {name: settings[name] for name in architecture}, processes or 1)
-    return Translation("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in unsupported])
+    return Translation("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])
 
 
 def translate_taming(config: dict[str, Any], processes: int | None) -> Translation:
@@ -314,10 +314,10 @@ def translate_taming(config: dict[str, Any], processes: int | None) -> Translati
 
     config, general_lines = autoencoder_of(config)
     supported = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
-    unsupported = [f"left out: {line}" for line in without_counterpart(config, supported)]
+    left_out = [f"left out: {line}" for line in without_counterpart(config, supported)]
     processes = processes or processes_of(config)
     flags, lines = flags_of_yaml(config, processes)
-    return Translation("train_vqgan.py", flags, processes, [*general_lines, *unsupported, *lines])
+    return Translation("train_vqgan.py", flags, processes, [*general_lines, *left_out, *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
