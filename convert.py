@@ -39,7 +39,7 @@ from tandem.weights.load import load_discriminator, load_model, resolve, write_m
 from tandem.weights.push import add_push
 
 # The largest error of the profile of a combined average, as a fraction of the profile's norm.
-FARTHEST_PROFILE = 0.2
+LARGEST_PROFILE_ERROR = 0.2
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
@@ -203,8 +203,8 @@ def describe_model(model: Any) -> str:
 
 
 def average(args: argparse.Namespace) -> None:
-    """Write the model of a run with an average of its weights, a combination of the averages in snapshots/. Buffers are
-    those of the last save."""
+    """Write the model of a run with an average of its weights of another length, combined from the averages in
+    snapshots/. Its buffers are those of the last save."""
     from tandem.models.base import build
     from tandem.training.checkpoint.averages import AverageFiles
 
@@ -212,15 +212,15 @@ def average(args: argparse.Namespace) -> None:
     files = AverageFiles(run / "snapshots")
     model = build(load_model(run).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
-    weights, updates, distance = files.reconstruct("ema", args.ema_length, parameters)
-    if distance > FARTHEST_PROFILE:
+    weights, updates, profile_error = files.reconstruct("ema", args.ema_length, parameters)
+    if profile_error > LARGEST_PROFILE_ERROR:
         raise ValueError(
-            f"the averages in {run / 'snapshots'} miss {distance:.0%} of the profile of length {args.ema_length}: "
+            f"the averages in {run / 'snapshots'} miss {profile_error:.0%} of the profile of length {args.ema_length}: "
             "choose a length nearer to theirs, save more often, or train with several --ema_power"
         )
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
-    summary = f"averaged over {counted(updates, 'update')}; it misses {distance:.2%} of the profile"
+    summary = f"averaged over {counted(updates, 'update')}; it misses {profile_error:.2%} of the profile"
     print(f"wrote {out}: {describe_model(model)}, {summary}")
 
 
@@ -255,11 +255,8 @@ def translate(args: argparse.Namespace) -> None:
         print(printable(line))
     if args.processes is None and "batch_size" in settings:
         n = translation.processes
-        owner = "one process" if n == 1 else f"the {n} processes that it names"
-        print(
-            f"batch_size {settings['batch_size']} is for {owner}; for {'several' if n == 1 else 'others'} "
-            "give --processes"
-        )
+        processes, others = ("one process", "several") if n == 1 else (f"the {n} processes that it names", "others")
+        print(f"batch_size {settings['batch_size']} is for {processes}; for {others} give --processes")
     data = () if parser.data_flag in settings else (f"--{parser.data_flag}", "photos/")
     command = shlex.join([*command_of(translation.script), "--config", str(out), *data])
     print(f"wrote {out}; start it with: {command}")

@@ -23,9 +23,9 @@ from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, PATH, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import add_computation_arguments, kernel_settings
+from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch_model
+from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -95,13 +95,11 @@ class Config:
 
 
 def build_parser() -> ArgumentParser:
-    text = "Embed sounds with a trained MuLaN, and search among them."
-    parser = ArgumentParser("embed.py", text, is_root=distributed.launched_as_root)
-    parser.usage = "%(prog)s --model DIR [--audio PATH --output DIR] [--index DIR] [--query TEXT] [flags]"
-    parser.add_config(Config)
-    add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help="loader processes per process")
-    distributed.add_arguments(parser, trains=False)
-    return parser
+    return inference_parser(
+        "embed.py", "Embed sounds with a trained MuLaN, and search among them.",
+        "--model DIR [--audio PATH --output DIR] [--index DIR] [--query TEXT]", Config,
+        batch_size=16, unit="CLIPS", num_workers_help="loader processes per process",
+    )  # fmt: skip
 
 
 class Embedder(NamedTuple):
@@ -236,7 +234,7 @@ def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
     if query.lower().endswith(ENDINGS + FURTHER_ENDINGS):
-        raise ValueError(f"there is no file {query!r}; a sentence that ends like one needs a full stop behind it")
+        raise ValueError(f"there is no file {query!r}; put a full stop after a sentence that ends like a file")
     return None
 
 
@@ -268,19 +266,16 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 
+def run(args: argparse.Namespace, backend: distributed.Backend) -> None:
+    if args.audio:
+        stream = sys.stderr if args.json else sys.stdout  # --json keeps stdout for data only
+        make_index(args, backend, functools.partial(backend.say, file=stream))
+    if _QUERY.is_met(args):
+        search(args, backend)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv)
-    stream = sys.stderr if args.json else sys.stdout  # stdout is then for data only
-
-    def run(backend: distributed.Backend) -> None:
-        say = functools.partial(backend.say, file=stream)
-        if args.audio:
-            make_index(args, backend, say)
-        if _QUERY.is_met(args):
-            search(args, backend)
-
-    distributed.launch_inference(run, parser, args)
+    start_inference(run, build_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ from tandem import distributed
 from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
 from tandem.config.fields import flag, given, when, without
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import add_computation_arguments, add_places, kernel_settings
+from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch_model
+from tandem.launch import fetch_model, inference_parser, start_inference
 from tandem.weights.load import newest_weights, open_model, resolve
 from tandem.weights.origin import find_run, read_run_arguments
 
@@ -53,7 +53,7 @@ DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
 DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
-# Conditions for flags to have an effect.
+# Requirements of flags.
 _ENCODING_ONLY = without("decode")
 _IMAGES_ONLY, _VIDEOS_ONLY = given("image_folder", "PATH"), given("video_folder", "PATH")
 _LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
@@ -171,21 +171,16 @@ def validate_kinds(args: argparse.Namespace, *kinds: str) -> None:
 
 
 def build_parser() -> ArgumentParser:
-    text = "Write the codes or latents of images, or codes of videos, with a trained tokenizer, or decode them."
-    parser = ArgumentParser("encode.py", text, is_root=distributed.launched_as_root)
-    parser.usage = (
-        "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
-    )
-    add_places(
-        parser,
-        "run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint of it, "
-        "its model/ folder, or USER/NAME of the Hugging Face Hub",
-    )
-    parser.add_config(Config)
-    workers = "per process: loader processes (encoding images), or threads that read videos or write pictures"
-    add_computation_arguments(parser, batch_size=32, unit="IMAGES", num_workers_help=workers)
-    distributed.add_arguments(parser, trains=False)
-    return parser
+    return inference_parser(
+        "encode.py",
+        "Write the codes or latents of images, or codes of videos, with a trained tokenizer, or decode them.",
+        "--model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR",
+        Config, batch_size=32, unit="IMAGES",
+        num_workers_help="per process: loader processes (encoding images), or threads that read videos or write "
+        "pictures",
+        model_help="run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint "
+        "of it, its model/ folder, or USER/NAME of the Hugging Face Hub",
+    )  # fmt: skip
 
 
 class Coder(NamedTuple):
@@ -482,10 +477,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv)
-    run = decode if args.decode else encode
-    distributed.launch_inference(lambda backend: run(args, backend), parser, args)
+    start_inference(lambda args, backend: (decode if args.decode else encode)(args, backend), build_parser(), argv)
 
 
 if __name__ == "__main__":

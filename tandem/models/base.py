@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
 from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
-from tandem.io.weights import check_weights_file
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import check_weights_file, on_cpu, replacing
 
 from .building import build_on_meta, build_with_weights, check_arguments
 

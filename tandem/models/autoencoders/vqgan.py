@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from tandem.config.models.autoencoders import VQGANConfig, check_choices
-from tandem.config.models.taming import MEASURED, TAMING, check_scale, without_measured_scale
+from tandem.config.models.taming import SCALE_IS_MEASURED, TAMING, check_scale, without_measured_scale
 from tandem.models.layers.convolutional import (
     Autoencoder,
     ResBlock,
@@ -223,7 +223,7 @@ class VQGAN(Autoencoder):
 
     def saved_config(self) -> dict[str, Any]:
         """`config`, with a mark if the scale was measured: a run that starts from the model goes on measuring."""
-        return {**self.config, MEASURED: True} if self._measured_scale() else self.config
+        return {**self.config, SCALE_IS_MEASURED: True} if self._measured_scale() else self.config
 
     def _measured_scale(self) -> tuple[float, float] | None:
         is_needed = not (self.num_codes or self._arguments["scaling_factor"])

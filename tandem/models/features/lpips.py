@@ -147,7 +147,7 @@ def load_perceptual(
     files = {"features": VGG16, **({"lin": LPIPS_HEADS} if kind == "lpips" else {})}
     published = " and ".join(map(str, files.values()))
     source = None if weights in (None, PUBLISHED) else Path(weights)
-    paths = [source] if source and not source.is_dir() else [file.inside(source) for file in files.values() if source]
+    paths = [source] if source and not source.is_dir() else [file.find_in(source) for file in files.values() if source]
     state: dict[str, Tensor] = {}
     try:
         for path in filter(None, paths):

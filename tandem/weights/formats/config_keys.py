@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tandem.config.converters import nearest
+from tandem.config.converters import did_you_mean
 
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
@@ -55,7 +55,7 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
                     yield from check_section(require_mapping(element, path), f"{name}.", f"{element_path}.")
             elif name not in supported and f"{prefix}*" not in supported:
                 siblings = [element.removeprefix(prefix) for element in supported if element.startswith(prefix)]
-                yield f"{path}: unknown key{nearest(str(key), siblings)}"
+                yield f"{path}: unknown key{did_you_mean(str(key), siblings)}"
             else:
                 values, reason = supported.get(name) or supported[f"{prefix}*"]
                 if values is not None and value not in (None, "", *values):

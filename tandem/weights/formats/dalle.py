@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.io.archive import check_sizes
-from tandem.io.weights import first_names, read_content
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import first_names, on_cpu, read_content, replacing
 from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from tandem.config.models.decoder import DecoderConfig, UnetConfig
 from tandem.io.archive import check_sizes, has_weight_name
 from tandem.io.reading import READ_ERRORS, check_regular, one_line, read_json
-from tandem.io.weights import read_content
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import on_cpu, read_content, replacing
 from tandem.models.building import build_with_weights, check_arguments, plain_values
 from tandem.models.diffusion.decoder import Decoder
 from tandem.models.diffusion.schedule import Schedule

@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.config.models.taming import KL
 from tandem.io.published import check_has_one_set, read_state_dict
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
-from tandem.io.weights_writing import replacing
+from tandem.io.weights import replacing
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import files_of_index
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.io.archive import has_weight_name
 from tandem.io.published import read_state_dict, shape_of
 from tandem.io.reading import check_regular
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import on_cpu, replacing
 from tandem.models.autoencoders.discriminator import Discriminator
 from tandem.models.autoencoders.vqgan import VQGAN
 

@@ -21,7 +21,7 @@ from tandem.config.models.mulan import MuLaNConfig
 from tandem.io.archive import has_weight_name
 from tandem.io.published import check_has_one_set, read_state_dict, shape_of
 from tandem.io.reading import check_regular, one_line
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import on_cpu, replacing
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from tandem.config.models.taming import KL, TAMING
 from tandem.io.published import read_state_dict, shape_of
 from tandem.io.reading import one_line
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import on_cpu, replacing
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.building import build_on_meta, check_arguments
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.converters import nearest
+from tandem.config.converters import did_you_mean
 
 from .config_keys import Flags, Section, SupportedValues, get_section, number, require_mapping, short, supported_values
 
@@ -49,7 +49,7 @@ def autoencoder_of(config: Section) -> tuple[dict[str, Any], list[str]]:
     else:
         notes = []
     if kind not in _MODELS:
-        hint = nearest(kind, _MODELS)
+        hint = did_you_mean(kind, _MODELS)
         raise ValueError(f"model.target {short(model.get('target'))}: it is none of {', '.join(_MODELS)}{hint}")
     return flat, notes
 
