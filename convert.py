@@ -192,7 +192,7 @@ def export(args: argparse.Namespace) -> None:
         public = FORMATS[args.to]
         if type(model).__name__ != public.model:
             raise ValueError(f"--to {args.to} is for a {public.model}, and {path} holds a {type(model).__name__}")
-        extras = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
+        extras = {"discriminator": load_discriminator(path)} if public.read_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         note = public.save(model, out, **extras)
     print(f"wrote {out}: {describe_model(model)}" + (f"; {note}" if note else ""))

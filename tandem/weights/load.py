@@ -217,8 +217,7 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
     if (location, DISCRIMINATOR) in READ:
         return READ.pop((location, DISCRIMINATOR))
     if kind == "file":
-        load_part = detect_format(location).load_discriminator
-        return load_part(location) if load_part else None
+        return detect_format(location).load_discriminator(location)
     return build(*model_in(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
 
 

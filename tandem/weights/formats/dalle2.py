@@ -21,13 +21,12 @@ from tandem.io.archive import check_sizes, has_weight_name
 from tandem.io.reading import READ_ERRORS, check_regular, one_line, read_json
 from tandem.io.weights import read_content
 from tandem.io.weights_writing import on_cpu, replacing
-from tandem.models.building import build_with_weights, check_arguments, plain_values
+from tandem.models.building import check_arguments, plain_values
 from tandem.models.diffusion.decoder import Decoder
 from tandem.models.diffusion.schedule import Schedule
 from tandem.models.diffusion.unet import IMAGE_TOKENS
 
 from .dalle2_config import decoder_config, decoder_part, other_options, public_config
-from .description import describe_file
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError)
@@ -49,26 +48,6 @@ def is_public_decoder(path: Path) -> bool:
     """Whether a .pt or .pth holds names of weights of Unets, or a decoder_config.json is beside it. Raises ValueError,
     in one line, if it is no regular file."""
     return (check_regular(path).parent / _CONFIG_FILE).is_file() or has_weight_name(path, b"unets.")
-
-
-def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
-    """The decoder in a public file, in eval mode.
-
-    Args:
-        weights: Of checkpoints: their moving average ("ema"), as trained ("online"), or the average if there is one.
-
-    Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `Decoder` equals.
-    """
-    config, state = _read_decoder(path, weights)
-    with _translate_errors(path):
-        return build_with_weights(lambda: Decoder(config), state).eval()
-
-
-def describe_public_decoder(path: Path) -> dict[str, Any]:
-    """Facts about a public file. Errors: see `load_public_decoder`."""
-    config, state = _read_decoder(path, "best")
-    return describe_file(path, "DALLE2-pytorch", "Decoder", config.to_dict(), state)
 
 
 def save_public_decoder(decoder: Decoder, path: Path) -> None:
@@ -160,9 +139,17 @@ def _our_name(name: str) -> str:
     return re.sub(r"^(downs|ups)\.(\d+)\.(\d)\.", rename_part, re.sub(r"(\.fn)+(?=\.)", "", name))
 
 
-def _read_decoder(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """The configuration of the decoder in a file, and its weights in fp32, without unused ones. The public
-    self-attention divides by sqrt(attn_dim_head) twice; the second factor is multiplied into the weights of queries."""
+def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments of the `Decoder` in a public file, and its weights in fp32, without unused ones. The public
+    self-attention divides by sqrt(attn_dim_head) twice; the second factor is multiplied into the weights of queries.
+
+    Args:
+        weights: Of checkpoints: their moving average ("ema"), as trained ("online"), or the average if there is one
+            ("best").
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `Decoder` equals.
+    """
     content = read_content(path)
     with _translate_errors(path):
         if not isinstance(content, dict):
@@ -197,7 +184,8 @@ def _read_decoder(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Te
                     tensor = tensor.float() if tensor.is_floating_point() else tensor
                     is_query = _SELF_ATTENTION.sub("", name) == "to_q.weight"
                     state[f"unets.{index}.{name}"] = tensor * spec.attn_dim_head**-0.5 if is_query else tensor
-        return dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables)), state
+        config = dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables))
+        return config.to_dict(), state
 
 
 def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:

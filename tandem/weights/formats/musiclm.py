@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
-from tandem.io.archive import has_weight_name
 from tandem.io.published import check_has_one_set, read_state_dict, shape_of
-from tandem.io.reading import check_regular, one_line
+from tandem.io.reading import check_regular
 from tandem.io.weights_writing import on_cpu, replacing
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
-
-from .description import describe_file
 
 PACKAGE = "musiclm-pytorch 0.2.8"
 _N_FFT, _FF_MULT = 128, 4  # the public defaults
@@ -39,27 +36,6 @@ _CONSTANTS = (_WINDOW, _STRETCH, *map(_INDICES.format, _TOWERS))
 # torchaudio.transforms.TimeStretch(hop_length=0.8), with its default of 201 frequencies.
 _STRETCH_HOP, _STRETCH_FREQUENCIES = 0.8, 201
 _LONGEST_WINDOW = 1 << 16
-
-
-def is_public_mulan(path: Path) -> bool:
-    """Whether a file names weights of such a MuLaN. Raises ValueError, in one line, if it is no regular file."""
-    return has_weight_name(path, b"audio.dynamic_pos_bias_mlp.")
-
-
-def load_public_mulan(path: Path, *, weights: str = "best") -> MuLaN:
-    """The model in a file of the public state dict, or of ``MuLaNTrainer.save``, in eval mode. Runs no code from it.
-
-    Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `MuLaN`
-            lacks; or ``weights``, of a checkpoint, is not "best".
-    """
-    return MuLaN.with_weights(path, *_read_file(path, weights))
-
-
-def describe_public_mulan(path: Path) -> dict[str, Any]:
-    """Facts about such a file. Errors: see `load_public_mulan`."""
-    arguments, state = _read_file(path, "best")
-    return describe_file(path, PACKAGE, "MuLaN", arguments, state, assumed=assumed(arguments))
 
 
 def assumed(config: Mapping[str, Any]) -> str:
@@ -209,18 +185,20 @@ def _make_constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
     return constants
 
 
-def _read_file(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Constructor arguments and weights of a `MuLaN`."""
+def read_public_mulan(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and weights of the `MuLaN` in a file of the public state dict, or of ``MuLaNTrainer.save``.
+
+    Raises:
+        ValueError, RuntimeError, IndexError: the file is missing, damaged, hostile, of something else, or has what a
+            `MuLaN` lacks; or ``weights``, of a checkpoint, is not "best".
+    """
     check_has_one_set(path, weights)
     state = read_state_dict(check_regular(path), part="model")
     if state and all(name.startswith("module.") for name in state):  # saved while DistributedDataParallel held it
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    try:
-        arguments = _infer_arguments(state)
-        _check_constants(state, arguments)
-        return arguments, _convert_weights(arguments, state)
-    except (ValueError, RuntimeError, IndexError) as error:
-        raise ValueError(f"{path}: {one_line(error)}") from None
+    arguments = _infer_arguments(state)
+    _check_constants(state, arguments)
+    return arguments, _convert_weights(arguments, state)
 
 
 def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:

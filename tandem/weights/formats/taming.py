@@ -21,12 +21,9 @@ from torch.nn import functional as F
 
 from tandem.config.models.taming import KL, TAMING
 from tandem.io.published import read_state_dict, shape_of
-from tandem.io.reading import one_line
 from tandem.io.weights_writing import on_cpu, replacing
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.building import build_on_meta, check_arguments
-
-from .description import describe_weights
 
 GROUPS = 32
 _CODEBOOK = "quantize.embedding.weight"
@@ -92,26 +89,6 @@ def public_name(name: str, layout: Layout, levels: int) -> str:
     return f"{part}.{public_layer}.{words.get(first, first)}.{last}"
 
 
-def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN:
-    """The model in a public file or folder, in eval mode. Runs no code from it.
-
-    Args:
-        weights: Of a checkpoint with both: the moving average ("ema" or "best"), or the weights as trained ("online").
-
-    Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `VQGAN` equals.
-    """
-    return VQGAN.with_weights(path, *_read_file(layout, path, weights))
-
-
-def describe_autoencoder(layout: Layout, path: Path) -> dict[str, Any]:
-    """Facts about such a file or folder. Errors: see `load_autoencoder`."""
-    arguments, weights = _read_file(layout, path, "best")
-    kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
-    facts = {"kind": f"{layout.package} {kind}", "model": "VQGAN", "arguments": arguments, **describe_weights(weights)}
-    return {**facts, "bytes": {file.name: file.stat().st_size for file in files}}
-
-
 def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     """Write a state dict that the public package loads strictly; the file appears whole or not at all.
 
@@ -174,18 +151,16 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
     return state
 
 
-def _read_file(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Constructor arguments and weights of a `VQGAN`. Every error is a ValueError of one line that names the path."""
-    try:
-        return _translate(*layout.read(path, weights), layout)
-    except (OSError, ValueError, RuntimeError) as error:
-        error_text = one_line(error)
-        raise ValueError(error_text if str(path) in error_text else f"{path}: {error_text}") from None
+def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and weights of the `VQGAN` in a public file or folder.
 
+    Args:
+        weights: Of a checkpoint with both: the moving average ("ema" or "best"), or the weights as trained ("online").
 
-def _translate(
-    state: Mapping[str, Tensor], extra_arguments: Mapping[str, Any], layout: Layout
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    Raises:
+        OSError, ValueError, RuntimeError: the file is missing, damaged, hostile, or of a model that no `VQGAN` equals.
+    """
+    state, extra_arguments = layout.read(path, weights)
     if any(name.startswith("encoder.down_blocks.") for name in state) and layout is TAMING_LAYOUT:
         raise ValueError("it is of diffusers: give its folder, in which config.json is")
     if any(name.startswith("decoder.adaptive.") for name in state):
