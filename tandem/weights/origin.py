@@ -16,7 +16,7 @@ from .card import KINDS, Kind, public_settings
 
 
 def describe_origin(location: Path, kind: str, weights: str) -> str:
-    """The update of the weights, and whether they are a moving average, as the end of a sentence; "" if unknown."""
+    """The end of a sentence: the update of the weights, and whether they are a moving average; "" if it is unknown."""
     from tandem.io.reading import read_json_or_empty
     from tandem.training.checkpoint.format import read_checkpoint
 

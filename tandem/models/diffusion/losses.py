@@ -61,8 +61,8 @@ def loss_weights(
     - min_snr: min(SNR, gamma) (Hang et al. 2023, eq. 8).
     - p2: SNR / (k + SNR)^gamma (Choi et al. 2022, eq. 8, which divides the loss of the noise by (k + SNR)^gamma).
 
-    The last two fall with the SNR, to 0 at SNR 0. The network then learns the last level from its neighbours: its
-    estimate there had the error of the level before, with the weight 0 as with a small one.
+    The last two fall with the SNR, to 0 at SNR 0. The network still learns the last level, from the levels beside it:
+    in a measurement its error there was that of the level before, with the weight 0 as with a small weight.
     """
     if name == "none":
         return torch.ones_like(schedule.log_snr)
@@ -93,7 +93,7 @@ def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
 
 
 class Losses(NamedTuple):
-    """Losses of each picture, (b,)."""
+    """Losses of each picture, (b,) each."""
 
     weighted: Tensor  # the weighted squared error, which is trained on
     error: Tensor  # the mean squared error of the prediction

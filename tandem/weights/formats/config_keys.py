@@ -1,5 +1,5 @@
-"""The keys of another package's training configuration, and which of their values have a counterpart in this project.
-public_names.yaml lists each key with its default in that package and its flag in this project."""
+"""The keys of another package's training configuration, and those of their values that have a counterpart here.
+public_names.yaml lists each key with its default in that package and its flag here."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tandem.config.converters import nearest
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
-# Beginnings of the note of a key of which every value is used or has no effect. Any other note says why values other
-# than the default are left out.
+# Beginnings of the notes of keys all of whose values are used or have no effect. Any other note says why values other
+# than the default have no counterpart.
 _USED = ("--", "convert.py config reads it", "leave it out")
 
 Section = Mapping[str, Any]
 Flags = dict[str, tuple[str, Any]]
-"""Name of a flag -> (key of the other package, value of the flag; None: the flag's own default)."""
+"""Name of a flag -> (key of the other package, value of the flag or None for its default)."""
 SupportedValues = dict[str, tuple[Sequence[Any] | None, str]]
 """Key with its sections, such as "train.lr" -> (the values with a counterpart, None for all; why others have none). The
 key "*" of a section stands for all its other keys."""
 
 
 def supported_values(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any]]) -> SupportedValues:
-    """The supported values of all keys in sections, from the rows of public_names.yaml. ``equivalents``: by key, the
-    values with a counterpart here where these are not the other package's default alone."""
+    """The supported values of all keys in sections, from the rows of public_names.yaml. ``equivalents``: key -> values
+    with a counterpart, for keys of which the other package's default is not the only one."""
     rows_by_key = {row.key: row for row in rows if "." in row.key}
     return {
         key: (None if row.flag or row.note.startswith(_USED) else equivalents.get(key, (read_default(row),)), row.note)
@@ -65,7 +65,7 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
 
 
 def read_default(row: Row) -> Any:
-    """The value of a key by default in the other package."""
+    """The default of a key in the other package."""
     return yaml.safe_load(row.public_default)
 
 
@@ -91,5 +91,5 @@ def number(value: Any, name: str) -> float:
 
 
 def short(value: Any) -> str:
-    """A value, shortened for a message; of a class with its options, the class."""
+    """A value, shortened for a message; for a class with its options, the class."""
     return " ".join(str(value.get("target", value) if isinstance(value, dict) else value).split())[:60]

@@ -26,7 +26,7 @@ from tandem.models.diffusion.decoder import Decoder
 from tandem.models.diffusion.schedule import Schedule
 from tandem.models.diffusion.unet import IMAGE_TOKENS
 
-from .dalle2_config import decoder_config, decoder_part, other_options, public_config
+from .dalle2_config import decoder_config, decoder_part, public_config, unsupported_options
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError)
@@ -35,7 +35,7 @@ _RELATIVE_TOLERANCE = 1e-3  # of alpha^2
 _UNET_KEY = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
 _SCHEDULE_KEY = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
 _EMA_KEY = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
-# In public names the parts of a level are numbers, and residuals and changes of layout around attention add an ".fn".
+# In public names a number stands for a part of a level, and each wrapper of an attention adds ".fn".
 _PARTS = {
     "downs": ("before", "first", "blocks", "attention", "after"),
     "ups": ("first", "blocks", "attention", "after"),
@@ -109,7 +109,7 @@ def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
 
 
 def _unused_tensors(unet: UnetConfig) -> dict[str, Tensor]:
-    """Parameters that a public unet of this configuration has, but does not use."""
+    """Parameters that a public unet of this configuration has and does not use."""
     cond_dim, unused = unet.cond_dim, dict[str, Tensor]()
     if not unet.image_embed_dim:
         unused = {"null_image_embed": torch.zeros(1, IMAGE_TOKENS, cond_dim)}
@@ -130,7 +130,7 @@ def _public_name(name: str, weights: Mapping[str, Tensor]) -> str:
 
 
 def _our_name(name: str) -> str:
-    """The name in a `Unet` of a public weight; before 1.15, cross-attention had an ".fn", too."""
+    """The name in a `Unet` of a public weight. Before 1.15, cross-attention also had an ".fn"."""
 
     def rename_part(match: re.Match[str]) -> str:
         parts, number = _PARTS[match[1]], int(match[3])
@@ -170,7 +170,7 @@ def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[
             raise ValueError(
                 f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, on whose pictures that works"
             )
-        if option := next(other_options(decoder), None):
+        if option := next(unsupported_options(decoder), None):
             raise ValueError(option)
         config = decoder_config(decoder, len(unets))
         tensors = {f"{index}.{name}": unet[name] for index, unet in unets.items() for name in unet}
@@ -189,14 +189,14 @@ def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[
 
 
 def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:
-    """Whether the last level is noise alone, which the table of a schedule shows and its name does not."""
+    """Whether the last level is noise alone. The tables of the schedules show it, their names do not."""
     for index, table in tables.items():
         if len(table) != config.timesteps:
             raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
     pairs = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
-    for is_zero in (False, True):
-        if all(_matches(Schedule.from_name(name, len(x), zero_terminal_snr=is_zero), x) for name, x in pairs):
-            return is_zero
+    for ends_at_zero_snr in (False, True):
+        if all(_matches(Schedule.from_name(name, len(x), zero_terminal_snr=ends_at_zero_snr), x) for name, x in pairs):
+            return ends_at_zero_snr
     names = ", ".join(dict.fromkeys(config.noise_schedule))
     raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")
 

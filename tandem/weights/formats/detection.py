@@ -22,8 +22,8 @@ from .diffusers import DIFFUSERS, save_folder
 from .muse import PACKAGE as MUSE
 from .muse import read_public_discriminator, read_public_vqgan, save_public_vqgan
 from .musiclm import PACKAGE as MUSICLM
-from .musiclm import assumed, read_public_mulan, save_public_mulan
-from .taming import LLAMAGEN, TAMING_LAYOUT, Layout, llamagen_assumption, read_autoencoder, save_autoencoder
+from .musiclm import musiclm_assumptions, read_public_mulan, save_public_mulan
+from .taming import LLAMAGEN, TAMING_LAYOUT, Layout, llamagen_assumptions, read_autoencoder, save_autoencoder
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
 """Constructor arguments and weights of a model of this package."""
@@ -43,7 +43,7 @@ class PublicFormat(NamedTuple):
     """(model, path), and a keyword `discriminator` if the format has one -> a note about the file for the user."""
     read_discriminator: Callable[[Path], Contents | None] | None = None
     """path -> contents of the discriminator in the file, or None; None for a format that has none."""
-    assumed: Callable[[Mapping[str, Any]], str] | None = None
+    assumptions: Callable[[Mapping[str, Any]], str] | None = None
     """`config` of a model that was read -> a text about the values that its file lacks; None for a complete format."""
 
     def load(self, path: Path, weights: str = "best") -> Any:
@@ -70,8 +70,8 @@ class PublicFormat(NamedTuple):
         kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
         facts = {"kind": f"{self.package} {kind}", "model": self.model, "arguments": arguments}
         facts |= describe_weights(state)
-        if self.assumed:
-            facts["assumed"] = self.assumed(arguments)
+        if self.assumptions:
+            facts["assumed"] = self.assumptions(arguments)
         if discriminator:
             facts["discriminator"] = {**discriminator[0], **describe_weights(discriminator[1])}
         return {**facts, "bytes": {file.name: file.stat().st_size for file in files}}
@@ -102,10 +102,10 @@ FORMATS = {
     ),
     "musiclm": PublicFormat(
         MUSICLM, "MuLaN", lambda path: has_weight_name(path, b"audio.dynamic_pos_bias_mlp."), read_public_mulan,
-        save_public_mulan, assumed=assumed,
+        save_public_mulan, assumptions=musiclm_assumptions,
     ),
     "llamagen": _taming_format(LLAMAGEN, lambda path: has_weight_name(path, b"encoder.conv_blocks."))._replace(
-        assumed=llamagen_assumption
+        assumptions=llamagen_assumptions
     ),
     "taming": _taming_format(TAMING_LAYOUT, lambda path: has_weight_name(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(

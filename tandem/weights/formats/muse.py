@@ -1,7 +1,7 @@
 """The VQGanVAE of muse-maskgit-pytorch 0.3.5 as `VQGAN` and `Discriminator`, and back: the same weights by other names.
 
 Its files hold a plain state dict and no arguments. The arguments are inferred from names and shapes, except for the
-number of groups of the GroupNorms, which is assumed to be 16, the package's default.
+number of groups of the GroupNorms, which is taken to be 16, the package's default.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tandem.models.autoencoders.discriminator import Discriminator
 from tandem.models.autoencoders.vqgan import VQGAN
 
 PACKAGE = "muse-maskgit-pytorch 0.3.5"
-_GROUPS = 16  # the public model has as many in every GroupNorm
-_MOST_BITS = 22  # of a code
+_GROUPS = 16  # of every GroupNorm of the public model
+_MAX_BITS = 22  # in a code
 _CODER_KEY = re.compile(r"enc_dec\.(encoder|decoder)s\.(\d{1,4})\.(.+)")
 _PROJECTION_KEY = re.compile(r"quantizer\.project_(in|out)\.(weight|bias)")
 
@@ -37,7 +37,7 @@ def read_public_vqgan(path: Path, weights: str) -> tuple[dict[str, Any], dict[st
         ValueError: one line, if the file is missing, damaged, hostile, no VQGanVAE, or of a VQGanVAE that no `VQGAN`
             equals.
     """
-    return _translate(_read_state(path, weights))
+    return _convert_weights(_read_state(path, weights))
 
 
 def read_public_discriminator(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -124,7 +124,7 @@ def _read_state(path: Path, weights: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in (state or content).items() if not name.startswith("_vgg.")}
 
 
-def _translate(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _convert_weights(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     blocks, widths, channels = _infer_levels(state)
     layers = len(blocks)
     bits = _infer_bits(state, widths[-1])
@@ -172,7 +172,7 @@ def _infer_levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], in
 
 
 def _infer_bits(state: Mapping[str, Tensor], width: int) -> int:
-    """Bits of a code; the encoder's last level has ``width`` channels."""
+    """Number of bits of a code. ``width``: channels of the encoder's last level."""
     if any(name.startswith("quantizer._codebook") for name in state):
         raise ValueError("its codes are of a vector quantizer, and only those of LFQ can be taken over")
     projection = state.get("quantizer.project_in.weight")
@@ -180,6 +180,6 @@ def _infer_bits(state: Mapping[str, Tensor], width: int) -> int:
     mask = state.get("quantizer.mask")
     if mask is not None and mask.shape != (channels,):
         raise ValueError(f"its codes have {mask.numel()} bits for {channels} channels, so it has several codebooks")
-    if not 1 <= channels <= _MOST_BITS:
-        raise ValueError(f"its codes have {channels} bits; a VQGAN has at most {_MOST_BITS}")
+    if not 1 <= channels <= _MAX_BITS:
+        raise ValueError(f"its codes have {channels} bits; a VQGAN has at most {_MAX_BITS}")
     return channels
