@@ -43,9 +43,9 @@ def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor] 
     sizes = [size for tensor in weights.values() if tensor.numel() for size in tensor.shape]
     largest = max(_MAX_CHEAP_NUMBER, *sizes, 0)
     for name, value in arguments.items():
-        for number in plain_values(name, value):
-            if isinstance(number, int) and abs(number) > largest:
-                raise ValueError(f"{name} {str(number)[:24]} is too large: {largest} is the most")
+        for element in plain_values(name, value):
+            if isinstance(element, int) and abs(element) > largest:
+                raise ValueError(f"{name} {str(element)[:24]} is too large: {largest} is the most")
 
 
 def plain_values(name: str, value: Any) -> Iterator[Any]:
@@ -77,8 +77,8 @@ def build_on_meta(build: Callable[[], Model]) -> Model:
     """The model that ``build`` makes, without memory. Raises ValueError, in one line, if its weights would not fit into
     the memory of this machine."""
     memory = _memory_bytes()
-    sizes = f"more than {_MAX_TENSORS} tensors, or more than the {memory / 1e9:.3g} GB of memory that this machine has"
-    error_text = f"the model would have {sizes}: choose a smaller one"
+    limits = f"more than {_MAX_TENSORS} tensors, or more than the {memory / 1e9:.3g} GB of memory that this machine has"
+    error_text = f"the model would have {limits}: choose a smaller one"
     try:
         with torch.device("meta"), _limit(_MAX_TENSORS, memory, error_text):
             return build()

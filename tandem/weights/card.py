@@ -24,7 +24,7 @@ CARD, PICTURE = "README.md", "sample.png"
 _NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
 _DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
 _PATH_SIGNS = re.compile(r"[/\\~$]")
-_HIDDEN = {*FAULTS, "grad_norm"}
+_HIDDEN_METRICS = {*FAULTS, "grad_norm"}
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _metrics(metrics: MetricsFile) -> str:
     """The section about the metrics of the validation or, without one, of the training; "" without any."""
     curves = {
         name: curve.as_json() for name, curve in metrics.curves.items()
-        if name not in {*_HIDDEN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
+        if name not in {*_HIDDEN_METRICS, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
     }  # fmt: skip
     names = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
     rows = []

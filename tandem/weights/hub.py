@@ -74,22 +74,22 @@ def download(name: str) -> Path:
     Raises:
         ValueError: one line, if there is no such model, no answer, or huggingface_hub is not installed.
     """
-    model, revision = parse_name(name) or (name, None)
+    repository, revision = parse_name(name) or (name, None)
     library = hub_library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
     failure: Exception | None = None  # of the connection to the Hub
     try:
         if not (revision and _COMMIT.fullmatch(revision)):
             try:
-                library.HfApi().model_info(model, revision=revision, timeout=SECONDS)
+                library.HfApi().model_info(repository, revision=revision, timeout=SECONDS)
             except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
                 if _has_answered(error):
                     raise
                 failure = error
         options = {"local_files_only": failure is not None}
-        folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision, **options)).parent
+        folder = Path(library.hf_hub_download(repository, CONFIG_FILE, revision=revision, **options)).parent
         check = read_folder_config if diffusers_folder(folder) else read_config
         check(folder)  # before gigabytes of another kind of model are downloaded
-        library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **options)
+        library.snapshot_download(repository, revision=folder.name, allow_patterns=_FILES, **options)
         if not (holds_weights(folder) or all(path.is_file() for path in weight_files(folder))):
             raise ValueError("there is no answer, and the cache does not hold all of it")
     except Exception as error:
@@ -98,11 +98,11 @@ def download(name: str) -> Path:
             f"{name} does not exist here, and cannot be had from the Hub ({endpoint}): {_describe(failure or error)}"
         ) from None
     if failure and not library.constants.HF_HUB_OFFLINE:
-        say(f"{_describe(failure)}: taking {model} from the cache, commit {folder.name}")
+        say(f"{_describe(failure)}: taking {repository} from the cache, commit {folder.name}")
     return folder
 
 
-def upload(folder: Path, model: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
+def upload(folder: Path, repository: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
     """Upload a model folder in one commit, which also deletes the stale files of an earlier model of this repository.
     Returns its address.
 
@@ -116,21 +116,21 @@ def upload(folder: Path, model: str, message: str, *, is_private: bool = False, 
     library = hub_library("convert.py push")
     api = library.HfApi()
     try:
-        api.create_repo(model, private=True if is_private else None, exist_ok=True)
-        if is_private and not api.model_info(model, timeout=SECONDS).private:
+        api.create_repo(repository, private=True if is_private else None, exist_ok=True)
+        if is_private and not api.model_info(repository, timeout=SECONDS).private:
             raise ValueError("it exists already and is public, so --private is not possible; nothing was pushed")
         if branch:
-            api.create_branch(model, branch=branch, exist_ok=True)
+            api.create_branch(repository, branch=branch, exist_ok=True)
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        stale_names = [name for name in api.list_repo_files(model, revision=branch) if name not in paths]
+        stale_names = [name for name in api.list_repo_files(repository, revision=branch) if name not in paths]
         stale_names = [name for name in stale_names if any(fnmatch(name, pattern) for pattern in _FILES)]
         # One commit; upload_folder may make several.
         operations = [library.CommitOperationAdd(name, path) for name, path in sorted(paths.items())]
         operations += [library.CommitOperationDelete(name) for name in stale_names]
-        commit = api.create_commit(model, operations, commit_message=message, revision=branch)
+        commit = api.create_commit(repository, operations, commit_message=message, revision=branch)
     except Exception as error:
         endpoint = library.constants.ENDPOINT
-        raise ValueError(f"cannot push {model} to the Hub ({endpoint}): {_describe(error)}") from None
+        raise ValueError(f"cannot push {repository} to the Hub ({endpoint}): {_describe(error)}") from None
     return str(commit.commit_url)
 
 

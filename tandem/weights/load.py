@@ -96,12 +96,12 @@ class Trained(NamedTuple):
     tokenizer: Path | None
 
 
-def open_model(path: str | Path, *kinds: str) -> Trained:
+def open_model(path: str | Path, *class_names: str) -> Trained:
     """The model at a path that a user gives: a model folder, a run folder or a checkpoint of one, or a public package's
     file. Of a run folder it is that of `newest_weights`. Nothing is written.
 
     Args:
-        kinds: Names of the classes that are accepted.
+        class_names: The classes that are accepted; all without any.
 
     Raises:
         ValueError: one line, if there is no model, or it is of another kind.
@@ -110,7 +110,7 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     from tandem.models.base import read_headers
 
     source = newest_weights(Path(path))
-    model = load_named_model(path, *kinds)
+    model = load_named_model(path, *class_names)
     kind, location = resolve(source)
     is_folder = kind == "model"
     digest = sha256_of(location / name for name in sorted(read_headers(location))) if is_folder else model.sha256()
@@ -118,15 +118,15 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     return Trained(model.eval(), identity, tokenizer_file(source))
 
 
-def load_named_model(path: str | Path, *kinds: str) -> Any:
+def load_named_model(path: str | Path, *class_names: str) -> Any:
     """The model of `open_model`, with its errors."""
     from .card import KINDS
 
     with with_user_name(path):
         model = load_model(newest_weights(Path(path)))
-    if kinds and (class_name := type(model).__name__) not in kinds:
+    if class_names and (class_name := type(model).__name__) not in class_names:
         origin = f" of {KINDS[class_name].script}" if class_name in KINDS else ""
-        raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(kinds)}")
+        raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(class_names)}")
     return model
 
 

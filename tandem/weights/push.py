@@ -31,8 +31,8 @@ def push(args: argparse.Namespace) -> None:
     """Write the model folder with its card, and upload it."""
     from . import hub
 
-    model, revision = hub.parse_name(args.name) or (None, None)
-    if model is None or revision is not None:
+    repository, revision = hub.parse_name(args.name) or (None, None)
+    if repository is None or revision is not None:
         raise ValueError(f"{args.name} is no USER/NAME of the Hub; a branch is named by --branch")
     with tempfile.TemporaryDirectory(prefix="push-") as temporary:
         folder = Path(args.dry_run or f"{temporary}/model")

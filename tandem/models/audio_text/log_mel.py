@@ -146,8 +146,8 @@ def _check_bands(sample_rate: int, n_fft: int, edges: list[float]) -> None:
     spacing = sample_rate / n_fft
     for band, (low, high) in enumerate(zip(edges[:-2], edges[2:], strict=True)):
         if not (math.floor(low / spacing) + 1) * spacing < high:
-            frequencies = f"frequency of n_fft {n_fft} (every {spacing:.0f} Hz); use fewer bands or a larger n_fft"
-            raise ValueError(f"n_mels {len(edges) - 2}: band {band} ({low:.0f} to {high:.0f} Hz) has no {frequencies}")
+            hint = f"frequency of n_fft {n_fft} (every {spacing:.0f} Hz); use fewer bands or a larger n_fft"
+            raise ValueError(f"n_mels {len(edges) - 2}: band {band} ({low:.0f} to {high:.0f} Hz) has no {hint}")
 
 
 def spec_augment(spectrograms: Tensor, noise: Tensor, time_fraction: float, frequency_fraction: float) -> Tensor:

@@ -135,9 +135,9 @@ class MuLaN(Pretrained):
             limit = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {limit}; use shorter clips")
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
-        weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
-        self.clip_elements = self.clip_samples + frames * (config["n_fft"] + 2) + weights
-        dropout_elements = (_DROPOUT_ELEMENTS - 1) * weights if config["attn_dropout"] and not tower else 0
+        num_weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
+        self.clip_elements = self.clip_samples + frames * (config["n_fft"] + 2) + num_weights
+        dropout_elements = (_DROPOUT_ELEMENTS - 1) * num_weights if config["attn_dropout"] and not tower else 0
         if self.clip_elements + dropout_elements >= _MAX_ELEMENTS:
             problem = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
             raise ValueError(
@@ -148,8 +148,8 @@ class MuLaN(Pretrained):
     def _check_caption(self) -> None:
         """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
         config = self.config
-        weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
-        if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * weights >= _MAX_ELEMENTS:
+        num_weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
+        if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * num_weights >= _MAX_ELEMENTS:
             problem = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
             raise ValueError(f"{problem} {4 * _MAX_ELEMENTS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
 

@@ -73,8 +73,7 @@ class Decoder(Pretrained):
             if larger <= size:
                 raise ValueError(f"image_sizes {size} and {larger}: each Unet makes larger pictures than the last")
         for number, size in enumerate(self.image_sizes, start=1):
-            multiple = self.unet(number - 1).smallest_multiple
-            check_multiple(f"image_sizes of Unet {number}:", size, multiple)
+            check_multiple(f"image_sizes of Unet {number}:", size, self.unet(number - 1).smallest_multiple)
 
     def unet(self, index: int) -> Unet:
         """A Unet, from 0."""

@@ -109,7 +109,7 @@ class DiffusionLoss:
         weight: One of LOSS_WEIGHTS.
         learned_variance: The network has twice the channels, the second half for the variance (`LearnedVariance`).
         lowres_schedule: Schedule of the noise on the low-resolution pictures.
-        weights: Options of `loss_weights`.
+        weight_options: Options of `loss_weights`.
 
     Raises:
         ValueError: what `check_combination` refuses.
@@ -117,11 +117,11 @@ class DiffusionLoss:
 
     def __init__(
         self, schedule: Schedule, objective: str = "v", *, weight: str = "none", learned_variance: bool = False,
-        lowres_schedule: Schedule | None = None, **weights: float,
+        lowres_schedule: Schedule | None = None, **weight_options: float,
     ) -> None:  # fmt: skip
         check_combination(schedule, objective, weight)
         self.schedule, self.objective = schedule, objective
-        self._weights = loss_weights(weight, schedule, objective, **weights)
+        self._weights = loss_weights(weight, schedule, objective, **weight_options)
         self._variance = LearnedVariance(schedule) if learned_variance else None
         self._lowres_schedule = lowres_schedule
 

@@ -104,7 +104,7 @@ class Unet(Pretrained):
         Raises:
             ValueError: one line, if an input is missing, superfluous or of another shape.
         """
-        self._check(
+        self._check_inputs(
             x, time=time, image_embed=image_embed, text_encodings=text_encodings, lowres_image=lowres_image,
             lowres_time=lowres_time, keep_image=keep_image, keep_text=keep_text, coordinates=coordinates,
         )  # fmt: skip
@@ -170,7 +170,7 @@ class Unet(Pretrained):
             x = up(x, skips.pop(), t, outer, recompute)
         return recomputed(_apply_to_joined, self.final_resnet_block, x, first, t, None, when=recompute)
 
-    def _check(self, x: Tensor, **inputs: Tensor | None) -> None:
+    def _check_inputs(self, x: Tensor, **inputs: Tensor | None) -> None:
         if x.dim() != 4 or x.shape[1] != CHANNELS or not x.is_floating_point():
             problem = f"x has the shape {tuple(x.shape)} and the type {x.dtype}"
             raise ValueError(f"{problem}: give floating-point numbers (b, {CHANNELS}, height, width)")

@@ -167,11 +167,11 @@ class _Mixed(nn.Module):
 
     def __init__(self, fan_in: int, *sizes: int) -> None:
         super().__init__()
-        one, two_in, two, three_in, three, four = sizes
-        self.b0 = _Unit(fan_in, one, 1)
-        self.b1a, self.b1b = _Unit(fan_in, two_in, 1), _Unit(two_in, two, 3)
-        self.b2a, self.b2b = _Unit(fan_in, three_in, 1), _Unit(three_in, three, 3)
-        self.b3a, self.b3b = _MaxPool((3, 3, 3), (1, 1, 1)), _Unit(fan_in, four, 1)
+        b0, b1a, b1b, b2a, b2b, b3b = sizes
+        self.b0 = _Unit(fan_in, b0, 1)
+        self.b1a, self.b1b = _Unit(fan_in, b1a, 1), _Unit(b1a, b1b, 3)
+        self.b2a, self.b2b = _Unit(fan_in, b2a, 1), _Unit(b2a, b2b, 3)
+        self.b3a, self.b3b = _MaxPool((3, 3, 3), (1, 1, 1)), _Unit(fan_in, b3b, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.b0(x), self.b1b(self.b1a(x)), self.b2b(self.b2a(x)), self.b3b(self.b3a(x))], dim=1)

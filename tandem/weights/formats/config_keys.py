@@ -43,23 +43,23 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
         ValueError: one line that names a key whose value should be a mapping.
     """
     sections = {key.rpartition(".")[0] for key in supported}
-    sections |= {path.rpartition(".")[0] for path in sections} - {""}
+    sections |= {location.rpartition(".")[0] for location in sections} - {""}
 
-    def check_section(section: Section, prefix: str, path_prefix: str) -> Iterator[str]:
+    def check_section(section: Section, prefix: str, location_prefix: str) -> Iterator[str]:
         for key, value in section.items():
-            name, path = f"{prefix}{key}", f"{path_prefix}{key}"
+            name, location = f"{prefix}{key}", f"{location_prefix}{key}"
             if name in sections:
                 is_list = isinstance(value, list)
                 for index, element in enumerate(value if is_list else [value]):
-                    element_path = f"{path}[{index}]" if is_list else path
-                    yield from check_section(require_mapping(element, path), f"{name}.", f"{element_path}.")
+                    element_location = f"{location}[{index}]" if is_list else location
+                    yield from check_section(require_mapping(element, location), f"{name}.", f"{element_location}.")
             elif name not in supported and f"{prefix}*" not in supported:
                 siblings = [element.removeprefix(prefix) for element in supported if element.startswith(prefix)]
-                yield f"{path}: unknown key{nearest(str(key), siblings)}"
+                yield f"{location}: unknown key{nearest(str(key), siblings)}"
             else:
                 values, reason = supported.get(name) or supported[f"{prefix}*"]
                 if values is not None and value not in (None, "", *values):
-                    yield f"{path} {short(value)}: {reason}"
+                    yield f"{location} {short(value)}: {reason}"
 
     return check_section(config, "", "")
 

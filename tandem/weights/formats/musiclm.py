@@ -40,8 +40,8 @@ _MAX_WINDOW = 1 << 16
 
 def musiclm_assumptions(config: Mapping[str, Any]) -> str:
     """A text about the values that such a file lacks, from the model's arguments or `config`."""
-    names = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
-    values = ", ".join(f"{name} {config.get(name, default)}" for name, default in names.items())
+    defaults = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
+    values = ", ".join(f"{name} {config.get(name, default)}" for name, default in defaults.items())
     return f"{values}, because the file does not say them"
 
 

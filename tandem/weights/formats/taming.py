@@ -177,11 +177,11 @@ def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str
         if ".attn" in missing and not any(".attn." in name for name in state if name.startswith("decoder.up.")):
             raise ValueError("its decoder has no attention where its encoder has some, as MAR's; no VQGAN is so")
         raise ValueError(f"it lacks {missing}, a weight of such an autoencoder of {layout.package}")
-    weights = {
+    our_state = {
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
         for public, name in names.items()
     }
-    return arguments, weights | _quantizer_state(arguments, weights)
+    return arguments, our_state | _quantizer_state(arguments, our_state)
 
 
 def _is_quantizer_state(name: str) -> bool:

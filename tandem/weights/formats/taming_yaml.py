@@ -112,17 +112,17 @@ def flags_from_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
 
 def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
     """Flags of the model and of its images, and notes for the user."""
-    layers, notes = require_mapping(model.get("ddconfig"), "model.ddconfig"), []
+    ddconfig, notes = require_mapping(model.get("ddconfig"), "model.ddconfig"), []
     kind, prefix = _class_name(model), "model.ddconfig."
     for name in ("ch", "ch_mult", "num_res_blocks", "attn_resolutions", "z_channels", "resolution"):
-        if layers.get(name) is None:
+        if ddconfig.get(name) is None:
             raise ValueError(f"{prefix}{name} is missing, without which there is no model")
-    resolution, multiples = number(layers["resolution"], f"{prefix}resolution"), layers["ch_mult"]
-    if not isinstance(multiples, list) or not isinstance(layers["attn_resolutions"], list):
+    resolution, multiples = number(ddconfig["resolution"], f"{prefix}resolution"), ddconfig["ch_mult"]
+    if not isinstance(multiples, list) or not isinstance(ddconfig["attn_resolutions"], list):
         raise ValueError(f"{prefix}ch_mult and attn_resolutions: give lists of numbers")
     sides = {resolution // 2**level: level for level in range(len(multiples))}
-    attention_levels = sorted(sides[side] for side in layers["attn_resolutions"] if side in sides)
-    if missing_sides := [side for side in layers["attn_resolutions"] if side not in sides]:
+    attention_levels = sorted(sides[side] for side in ddconfig["attn_resolutions"] if side in sides)
+    if missing_sides := [side for side in ddconfig["attn_resolutions"] if side not in sides]:
         notes.append(f"{prefix}attn_resolutions {short(missing_sides)}: no level has this side, so none attends at it")
     if kind == _GUMBEL:
         notes.append(
@@ -143,11 +143,11 @@ def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
     crop, quantizer = "random" if is_random else "center", "kl" if is_kl else "vq"
     flags: Flags = {
         "image_size": ("data.train.size", side), "crop": ("data.train.random_crop", crop),
-        "body": ("model.target", "taming"), "dim": (f"{prefix}ch", layers["ch"]),
+        "body": ("model.target", "taming"), "dim": (f"{prefix}ch", ddconfig["ch"]),
         "ch_mult": (f"{prefix}ch_mult", multiples),
-        "num_resnet_blocks": (f"{prefix}num_res_blocks", [layers["num_res_blocks"]]),
+        "num_resnet_blocks": (f"{prefix}num_res_blocks", [ddconfig["num_res_blocks"]]),
         "attention_levels": (f"{prefix}attn_resolutions", attention_levels or None),
-        "z_channels": (f"{prefix}z_channels", layers["z_channels"]), "quantizer": ("model.target", quantizer),
+        "z_channels": (f"{prefix}z_channels", ddconfig["z_channels"]), "quantizer": ("model.target", quantizer),
         **({"latent_dim": ("model.embed_dim", code)} if is_kl else codebook_flags),
     }  # fmt: skip
     return flags, notes

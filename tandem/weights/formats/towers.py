@@ -104,16 +104,16 @@ def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, 
 
 
 def _read_ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config, features = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
+    config, extractor = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
     tower_config = _select_fields(config, AUDIO_KINDS)
-    if (rate := features.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
+    if (rate := extractor.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
         raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} can be used")
-    sizes = features.get("num_mel_bins", 128), features.get("max_length", 1024)
+    sizes = extractor.get("num_mel_bins", 128), extractor.get("max_length", 1024)
     if sizes != (tower_config["num_mel_bins"], tower_config["max_length"]):
         raise ValueError("its preprocessor_config.json is of spectrograms of another size than its config.json")
-    statistics = {"mean": features.get("mean", -4.2677393), "std": features.get("std", 4.5689974)}
+    statistics = {"mean": extractor.get("mean", -4.2677393), "std": extractor.get("std", 4.5689974)}
     no_statistics = {"mean": 0.0, "std": 0.5}  # (x - 0) / (2 x 0.5)
-    return {**tower_config, **(statistics if features.get("do_normalize", True) else no_statistics)}, _read_state(path)
+    return {**tower_config, **(statistics if extractor.get("do_normalize", True) else no_statistics)}, _read_state(path)
 
 
 def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
-    old = path / "pytorch_model.bin"
-    return read_state_dict(old) if old.is_file() and not holds_weights(path) else read_weights(path)
+    bin_path = path / "pytorch_model.bin"
+    return read_state_dict(bin_path) if bin_path.is_file() and not holds_weights(path) else read_weights(path)
 
 
 def _convert_open_clip(

@@ -64,7 +64,7 @@ class MemoryAttention(nn.Module):
         qkv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
         q, kv = qkv[0], qkv[1:]
         if self.is_causal:
-            kv = self._with_past(kv, context)
+            kv = self._prepend_past(kv, context)
         memory = self.memory.to(kv.dtype)[:, None].expand(-1, kv.shape[1], -1, -1, -1)
         k, v = torch.cat([memory, kv], dim=3)
         with sdpa_kernel(SDPA_KERNELS):
@@ -78,7 +78,7 @@ class MemoryAttention(nn.Module):
                 out = F.scaled_dot_product_attention(q, k, v)
         return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
 
-    def _with_past(self, kv: Tensor, context: Context) -> Tensor:
+    def _prepend_past(self, kv: Tensor, context: Context) -> Tensor:
         past = context.past(self.stream_name)
         if past is not None:
             kv = torch.cat([past, kv], dim=3)
