@@ -219,7 +219,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def read_weight_index(index: Path) -> dict[Path, list[str]]:
-    """The files that an index of weights names, each with the names of its tensors. They are in the folder of the index.
+    """The files that an index of weights names, beside it, each with the names of its tensors.
 
     Raises:
         OSError, ValueError: one line, if there is no index, it is damaged, or it names something outside of its folder.

@@ -1,5 +1,5 @@
-"""Building a model after a check of its size. From a file, it may be little larger than the file's weights; from a user's
-arguments, it must fit into the memory of the machine."""
+"""Building a model after a check of its size. From a file, it may be little larger than the file's weights; from a
+user's arguments, it must fit into the memory of the machine."""
 
 from __future__ import annotations
 

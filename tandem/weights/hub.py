@@ -41,8 +41,8 @@ def parse_name(name: str) -> tuple[str, str | None] | None:
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name means a model on the Hub: it has the form of one, is no path on this machine, and its first part is
-    no folder here, because the path of a run may be misspelt."""
+    """Whether a name means a model on the Hub: it has the form of one, is no path on this machine, and its first part
+    is no folder here, because the path of a run may be misspelt."""
     return parse_name(name) is not None and not os.path.lexists(name) and not os.path.isdir(name.partition("/")[0])
 
 

@@ -81,8 +81,8 @@ class MuLaN(Pretrained):
 
     The layout "musiclm" computes the same as the MuLaN of musiclm-pytorch 0.2.8 (`weights.formats.musiclm`), so that
     its MusicLM can be conditioned on it: spectrograms are powers; clips are mirrored at their ends; patches are
-    normalised and lose their level; positions have other frequencies; displacements between patches are not compressed; every
-    token 0 is padding; intermediate layers are spaced evenly from the first one on.
+    normalised and lose their level; positions have other frequencies; displacements between patches are not compressed;
+    every token 0 is padding; intermediate layers are spaced evenly from the first one on.
 
     Raises:
         ValueError: one line that names the field of the configuration.

@@ -83,8 +83,8 @@ class _Tower(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.layers[1:])
 
     def _features(self, pool: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
-        """Features of `layers`: ``pool`` turns the output (b, n, dim) of each layer, of the last one after the encoder's
-        own norm, into (b, dim) -> (b, 1 + num_lower, dim)."""
+        """Features of `layers`: ``pool`` turns the output (b, n, dim) of each layer, of the last one after the
+        encoder's own norm, into (b, dim) -> (b, 1 + num_lower, dim)."""
         with torch.no_grad() if self.frozen else nullcontext():
             out = self.encoder(**inputs, output_hidden_states=len(self.layers) > 1)
             last, *lower = map(
@@ -94,8 +94,8 @@ class _Tower(nn.Module):
 
 
 def _view_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Views of a module's inputs. The gradients of the module's uses of an input are summed at the view, before those of
-    other uses are added. ZeRO 3, FSDP and recomputation sum in this order, too, so that bits do not depend on them."""
+    """Views of a module's inputs. At a view the gradients of the module's uses of an input are summed, before those of
+    other uses are added. ZeRO 3, FSDP and recomputation sum in this order: bits do not depend on their use."""
     return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in inputs)
 
 

@@ -81,8 +81,8 @@ class VideoDiscriminator(Pretrained):
     """Videos to one tensor of logits for each head, positive where a patch looks real.
 
     The first head is a `Discriminator`, which sees one frame of each clip. The others are patch discriminators with 3-D
-    convolutions: one sees every frame, for fast motion, and one every second frame, for slow motion. No sample influences another's logits, and all operations can be differentiated
-    twice, as a gradient penalty needs.
+    convolutions: one sees every frame, for fast motion, and one every second frame, for slow motion. No sample
+    influences another's logits, and all operations can be differentiated twice, as a gradient penalty needs.
 
     A clip head with time stride s computes logits of clips of more than s frames only. So images, videos of one frame,
     train the frame head alone; the momentum of an optimizer still moves the others.

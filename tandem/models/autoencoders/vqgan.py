@@ -250,7 +250,7 @@ def _gated_half(channels: int) -> list[nn.Module]:
 
 
 def _blocks_per_level(num_resnet_blocks: Sequence[int], num_layers: int) -> list[int]:
-    """Number of residual blocks of each level, finest first; a single number is for the coarsest level, others have 0."""
+    """Number of residual blocks of each level, finest first; one number is for the coarsest level alone."""
     blocks = list(num_resnet_blocks)
     if len(blocks) == 1:
         blocks = [0] * (num_layers - 1) + blocks

@@ -34,8 +34,8 @@ NoiseSource = Callable[[str, int, Sequence[int]], Tensor]
 
 
 class Decoder(Pretrained):
-    """Unets of ascending sizes: the first makes small pictures from noise and a condition; each further one makes larger
-    pictures, conditioned on those of the Unet before it.
+    """Unets of ascending sizes: the first makes small pictures from noise and a condition; each further one makes
+    larger pictures, conditioned on those of the Unet before it.
 
     Raises:
         ValueError: one line, if values do not fit one another.

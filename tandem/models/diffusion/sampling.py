@@ -60,8 +60,8 @@ CLEAN = Level(None, 1.0, 0.0, math.inf)
 def apply_guidance(
     denoise: Denoise, reference: Denoise, schedule: Schedule, scale: float, interval: Sequence[float] | None = None
 ) -> Denoise:
-    """Guidance: reference + scale (denoise - reference), for estimates of the clean picture. The noises, which are linear
-    in the estimates, are mixed alike. The scale is 1 + w of Ho and Salimans 2022, eq. 6.
+    """Guidance: reference + scale (denoise - reference), for estimates of the clean picture. The noises, which are
+    linear in the estimates, are mixed alike. The scale is 1 + w of Ho and Salimans 2022, eq. 6.
 
     Args:
         reference: The network without its condition (Ho and Salimans 2022), or a worse network with it (Karras et al.
@@ -138,17 +138,16 @@ SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpmpp_2m": dpmpp_2m}
 
 @dataclass(frozen=True)
 class Inpaint:
-    """Inpainting (RePaint, Lugmayr et al. 2022): ``image`` (b, c, h, w), in the range of the network's pictures, is kept
-    where ``mask``, bool (b, 1, h, w), is True. Each step is made ``resample_times`` times (U of Alg. 1), with noise
-    added again in between, so that the new parts fit the kept ones.
-    """
+    """Inpainting (RePaint, Lugmayr et al. 2022): ``image`` (b, c, h, w), in the range of the network's pictures, is
+    kept where ``mask``, bool (b, 1, h, w), is True. Each step is made ``resample_times`` times (U of Alg. 1), with
+    noise added again in between, so that the new parts fit the kept ones."""
 
     image: Tensor
     mask: Tensor
     resample_times: int = 5
 
     def paste(self, x: Tensor, level: Level, draw: Draw, count: int) -> Tensor:
-        """x, in which the image with the noise of this level replaces the kept parts. ``count``: number of the noise."""
+        """x with the kept parts of the image, noisy as at this level. ``count``: number of the noise."""
         image = self.image.to(x)
         if level.sigma:
             image = level.alpha * image + level.sigma * draw("kept", count)

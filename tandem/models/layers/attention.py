@@ -18,8 +18,8 @@ LOGIT_SCALE = 8.0
 # there is a graph, but gradient caching computes features without one and again with one, and needs equal bits.
 SDPA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# Added to a squared length, so that a zero vector has a finite gradient. It makes a normalised vector shorter than 1, by
-# 5e-7 for a vector of length 0.1, and by less for longer ones.
+# Added to a squared length, so that a zero vector has a finite gradient. It makes a normalised vector shorter than 1,
+# by 5e-7 for a vector of length 0.1, and by less for longer ones.
 _EPSILON = 1e-8
 
 
@@ -131,7 +131,7 @@ def _layer(
 
 
 def output_layers(depth: int, below: int, spacing: str) -> list[int]:
-    """Indices of the layers, from 0, whose outputs a tower returns: the last, then ``below`` lower ones, in falling order.
+    """Indices, from 0, of the layers whose outputs a tower returns: the last, then ``below`` lower ones, falling.
 
     Args:
         below: Number of layers below the last, less than depth.

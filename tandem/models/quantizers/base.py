@@ -159,8 +159,8 @@ class Quantizer(Bottleneck, ABC):
         optimizer step
         quantizer.after_step(step, seed, skipped)
 
-    In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: it uses the statistics of
-    its own input.
+    In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: it uses the statistics
+    of its own input.
 
     Args:
         num_codes: Entries of the codebook.

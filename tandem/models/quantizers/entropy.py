@@ -69,8 +69,8 @@ class SoftmaxEntropy:
         return (logits / self._temperature).log_softmax(1)
 
 
-# H_batch is exact up to 2^18 codes. For 16384 vectors, forward and backward, a CPU takes 0.13 s for 2^16 codes, and 0.53 s
-# and 0.2 GB for 2^18; groups of 9 bits take 0.02 s and 0.06 GB, and give an upper bound.
+# H_batch is exact up to 2^18 codes. For 16384 vectors, forward and backward, a CPU takes 0.13 s for 2^16 codes, and
+# 0.53 s and 0.2 GB for 2^18; groups of 9 bits take 0.02 s and 0.06 GB, and give an upper bound.
 BITS_PER_GROUP = 18
 
 

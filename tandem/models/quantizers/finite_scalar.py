@@ -23,14 +23,14 @@ _MARGIN = 1e-3
 
 
 class FiniteScalarQuantizer(Quantizer):
-    """Rounds each channel, bounded by a tanh, to one of L levels in [-1, 1], multiples of 1 / (L // 2); for an even L the
-    largest is 1 - 2 / L (Mentzer et al. 2023, section 3).
+    """Rounds each channel, bounded by a tanh, to one of L levels in [-1, 1], multiples of 1 / (L // 2); for an even L
+    the largest is 1 - 2 / L (Mentzer et al. 2023, section 3).
 
     The code has the first channel as its least significant digit, as in the paper's appendix A.1. There are no losses
     and no statistics. The bound is shifted by artanh (the listing there has tan), so that z = 0 is level L // 2 for
     even L too.
 
-    `fsq_levels` are the numbers of levels of the channels; without them, the published ones for `codebook_size` are used.
+    `fsq_levels` are the numbers of levels of the channels; None: those that are published for `codebook_size`.
 
     Raises:
         ValueError: no channels, a channel with less than 3 levels, or a codebook_size without published levels.

@@ -143,7 +143,7 @@ class VectorQuantizer(Quantizer):
 
     @torch.no_grad()
     def _initialize(self, rows: Tensor) -> None:
-        """Set the entries by k-means of the vectors (n, d) of all processes, unless a centre is not finite. Collective."""
+        """Set the entries by k-means of all processes' vectors (n, d), unless a centre is not finite. Collective."""
         vectors = self.gather(rows)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
         # Average the centres of all processes: entries must be equal even if their k-means rounded differently.

@@ -2,8 +2,8 @@
 (`convert.py config`). Keys are named without the `params` between them; public_names.yaml has their public defaults.
 The value of an absent key is the default of its class, or of the public main.py.
 
-Public images are in [-1, 1], so an absolute error is twice, a squared error four times that of images in [0, 1]. Weights
-relative to it are therefore half or a quarter as large here.
+Public images are in [-1, 1], so an absolute error is twice, a squared error four times that of images in [0, 1].
+Weights relative to it are therefore half or a quarter as large here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SEED, _EPOCHS, _ENDLESS = 23, 1000, 10**9  # main.py's default, that of Lightni
 
 
 def select_autoencoder(config: Section) -> tuple[dict[str, Any], list[str]]:
-    """The configuration without `params`, with numbers in place of strings such as 1e-6, which YAML 1.1 does not read as
-    numbers; of a latent diffusion, that of the autoencoder alone. And notes for the user.
+    """The configuration without `params`, with numbers in place of strings such as 1e-6, which YAML 1.1 does not read
+    as numbers; of a latent diffusion, that of the autoencoder alone. And notes for the user.
 
     Raises:
         ValueError: one line, if it is of another model.

@@ -16,8 +16,8 @@ from .causal import Context, RMSNorm
 
 _MEMORIES = 4  # learned keys and values of each head, visible to every query
 
-# In each layer here that sees earlier frames, a learned gain, `past_gain`, multiplies what comes from them. It starts as
-# 1. Images do not train it, nor the weights of those frames. With a gain of 0 a layer treats each frame like an image.
+# In each layer here that sees earlier frames, a learned gain, `past_gain`, multiplies what comes from them. It starts
+# as 1. Images train neither it nor the weights of those frames. With a gain of 0, each frame is treated like an image.
 
 
 class PixelFeedForward(nn.Module):

@@ -127,8 +127,8 @@ def check_videos(videos: Tensor, channels: int, multiple: int) -> None:
 
 
 def make_layers(config: VideoTokenizerConfig, dim_latent: int) -> tuple[list[nn.Module], list[nn.Module], int]:
-    """Modules of the encoder and of the decoder, each in the order of calls, and the channels between the two. A layer that
-    compresses doubles the channels unless its text has a number."""
+    """Modules of the encoder and of the decoder, each in the order of calls, and the channels between the two. A layer
+    that compresses doubles the channels unless its text has a number."""
     encoder: list[nn.Module] = []
     decoder: list[nn.Module] = []
     layers, dim = parse_layers(config.layers), config.init_dim

@@ -1,7 +1,8 @@
 """Causal convolutions, resampling and residual units of videos (b, c, f, h, w), for whole clips and for streams.
 
-Layers that see other frames are called as ``layer(x, context)``, with a whole clip or with its chunks in order. For chunks, the context holds
-the frames of earlier chunks that a layer needs, and the outputs equal those of the whole clip.
+Layers that see other frames are called as ``layer(x, context)``, with a whole clip or with its chunks in order. For
+chunks, the context holds the frames of earlier chunks that a layer needs, and the outputs equal those of the whole
+clip.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Context(NamedTuple):
 
 @dataclass
 class StreamState:
-    """The state of a stream of frames or codes between two calls, empty at the start. It holds tensors and numbers: it can
-    be pickled and continued on another machine, and one model can serve several streams in turn.
+    """The state of a stream of frames or codes between two calls, empty at the start. It holds tensors and numbers: it
+    can be pickled and continued on another machine, and one model can serve several streams in turn.
 
     Its size does not grow with the number of frames, except that layers that attend to all earlier frames keep their
     keys and values.
@@ -204,8 +205,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b, c, ...) -> the same shape and dtype; the mean is computed in fp32 or fp64."""
         gain = self.gain.view(-1, *[1] * (x.dim() - 2))
-        # At the view the two gradients of y are summed before they reach x. Without it, a third one, of another use of x,
-        # would be added before, between or after them, depending on the hooks of this module (ZeRO 3).
+        # At the view the two gradients of y are summed before they reach x. Without it, a third one, of another use of
+        # x, would be added before, between or after them, depending on the hooks of this module (ZeRO 3).
         y = at_least_fp32(x).view_as(x)
         return (y * (y.square().mean(dim=1, keepdim=True) + _EPSILON).rsqrt() * gain).to(x.dtype)
 
