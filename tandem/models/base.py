@@ -65,7 +65,7 @@ class Pretrained(nn.Module):
             path.write_text(json.dumps({"model": type(self).__name__, **extra, **self.saved_config()}, indent=2) + "\n")
 
     def saved_config(self) -> dict[str, Any]:
-        """Constructor arguments of this model in its present state: `config`, and what it measured in training."""
+        """Constructor arguments of this model in its present state: `config`, and what was measured in training."""
         return self.config
 
     def description(self) -> dict[str, Any]:

@@ -145,9 +145,9 @@ class Unet(Pretrained):
         encodings = encodings[:, : self.spec.max_text_len]
         num_missing = self.spec.max_text_len - encodings.shape[1]
         keep = encodings.new_ones(batch, dtype=torch.bool) if keep is None else keep
-        keep = F.pad((encodings != 0).any(dim=-1) & keep[:, None], (0, num_missing))
+        is_present = F.pad((encodings != 0).any(dim=-1) & keep[:, None], (0, num_missing))
         tokens = F.pad(self.text_to_cond(encodings.to(self.to_out.weight.dtype)), (0, 0, 0, num_missing))
-        return torch.where(keep[..., None], tokens, self.null_text_embed)
+        return torch.where(is_present[..., None], tokens, self.null_text_embed)
 
     def _apply_levels(self, x: Tensor, t: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w).

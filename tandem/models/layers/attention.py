@@ -116,13 +116,13 @@ class Transformer(nn.Module):
         """
         outputs = []
         for index, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
-            layer_keys = None if dropout_keys is None else derive_keys(dropout_keys, index)
-            x = recomputed(_layer, attention, feed_forward, x, bias, layer_keys, when=self.recompute and self.training)
+            keys = None if dropout_keys is None else derive_keys(dropout_keys, index)
+            x = recomputed(_apply_layer, attention, feed_forward, x, bias, keys, when=self.recompute and self.training)
             outputs.append(x)
         return outputs
 
 
-def _layer(
+def _apply_layer(
     attention: nn.Module, feed_forward: nn.Module, x: Tensor, bias: Tensor | None, keys: Tensor | None
 ) -> Tensor:
     attention_keys, feed_forward_keys = (None, None) if keys is None else (derive_keys(keys, 0), derive_keys(keys, 1))

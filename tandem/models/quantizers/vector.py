@@ -99,17 +99,17 @@ class VectorQuantizer(Quantizer):
         packed = self.all_reduce(torch.cat([counts[:, None], sums, candidates], dim=1))
         counts, sums, candidates = packed.float().split([1, self.dim, self.dim], dim=1)
 
-        counts = self.code_counts.lerp(counts[:, 0], 1 - self.decay)
-        sums = self.code_sums.lerp(sums, 1 - self.decay)
-        total = counts.sum()
-        smoothed = (counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
-        codebook = self._project(sums / smoothed[:, None])
-        mean_count = counts.mean()  # dead entries are replaced by candidates, with the mean count
-        is_dead = counts < self.revive_below * mean_count
+        new_counts = self.code_counts.lerp(counts[:, 0], 1 - self.decay)
+        new_sums = self.code_sums.lerp(sums, 1 - self.decay)
+        total = new_counts.sum()
+        smoothed = (new_counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
+        codebook = self._project(new_sums / smoothed[:, None])
+        mean_count = new_counts.mean()  # of a candidate, which replaces a dead entry
+        is_dead = new_counts < self.revive_below * mean_count
         codebook = torch.where(is_dead[:, None], candidates, codebook)
-        counts = torch.where(is_dead, mean_count, counts)
-        sums = torch.where(is_dead[:, None], candidates * mean_count, sums)
-        for old, new in ((self.codebook, codebook), (self.code_counts, counts), (self.code_sums, sums)):
+        new_counts = torch.where(is_dead, mean_count, new_counts)
+        new_sums = torch.where(is_dead[:, None], candidates * mean_count, new_sums)
+        for old, new in ((self.codebook, codebook), (self.code_counts, new_counts), (self.code_sums, new_sums)):
             old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
     def _draw_candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
