@@ -192,7 +192,7 @@ def export(args: argparse.Namespace) -> None:
         public = FORMATS[args.to]
         if type(model).__name__ != public.model:
             raise ValueError(f"--to {args.to} is for a {public.model}, and {path} holds a {type(model).__name__}")
-        extras = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
+        extras = {"discriminator": load_discriminator(path)} if public.read_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         note = public.save(model, out, **extras)
     print(f"wrote {out}: {describe_model(model)}" + (f"; {note}" if note else ""))
@@ -290,10 +290,10 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
     from tandem.models.building import build_on_meta, check_arguments
     from tandem.weights.formats.config_keys import without_counterpart
     from tandem.weights.formats.dalle2_config import decoder_config, decoder_part
-    from tandem.weights.formats.dalle2_keys import default_lines, flags_of_config, known_keys
+    from tandem.weights.formats.dalle2_keys import default_lines, flags_from_config, supported_keys
 
     parser, all_rows = script_parser("train_decoder.py"), rows("train_decoder.py")
-    supported, other_keys = known_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
+    supported, other_keys = supported_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
     left_out = [*without_counterpart(other_keys, supported), *default_lines(config, supported)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()
     check_arguments(model)
@@ -301,7 +301,7 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
     no_flags = argparse.Namespace(explicit=frozenset())  # on the command line
     architecture = parser.config.architecture_of(model, no_flags)
     settings = parser.settings(parser.with_values(architecture))
-    flags = flags_of_config(config, all_rows, {name: settings[name] for name in architecture}, processes or 1)
+    flags = flags_from_config(config, all_rows, {name: settings[name] for name in architecture}, processes or 1)
     return Translation("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])
 
 
@@ -310,13 +310,13 @@ def translate_taming(config: dict[str, Any], processes: int | None) -> Translati
     line."""
     from tandem.config.public_names import rows
     from tandem.weights.formats.config_keys import without_counterpart
-    from tandem.weights.formats.taming_yaml import autoencoder_of, flags_of_yaml, known_keys, processes_of
+    from tandem.weights.formats.taming_yaml import count_processes, flags_from_yaml, select_autoencoder, supported_keys
 
-    config, general_lines = autoencoder_of(config)
-    supported = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
+    config, general_lines = select_autoencoder(config)
+    supported = supported_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
     left_out = [f"left out: {line}" for line in without_counterpart(config, supported)]
-    processes = processes or processes_of(config)
-    flags, lines = flags_of_yaml(config, processes)
+    processes = processes or count_processes(config)
+    flags, lines = flags_from_yaml(config, processes)
     return Translation("train_vqgan.py", flags, processes, [*general_lines, *left_out, *lines])
 
 

@@ -16,7 +16,7 @@ from tandem.training.run_folder.starts import last_start
 from tandem.weights.card import KINDS
 from tandem.weights.load import (
     DISCRIMINATOR,
-    READ,
+    LOADED_MODELS,
     load_discriminator,
     load_model,
     newest_weights,
@@ -106,7 +106,7 @@ def start_training(
     try:
         distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)
     finally:
-        READ.clear()
+        LOADED_MODELS.clear()
 
 
 def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
@@ -192,8 +192,8 @@ def describe_model(path: str | Path) -> dict[str, Any]:
             from tandem.weights.formats.detection import detect_format
 
             model, discriminator = load_model(location), load_discriminator(location, from_runs=False)
-            READ.update({(location, "best"): model, (location, DISCRIMINATOR): discriminator})
-            description, assumed = model.description(), detect_format(location).assumed
+            LOADED_MODELS.update({(location, "best"): model, (location, DISCRIMINATOR): discriminator})
+            description, assumed = model.description(), detect_format(location).assumptions
             extras = {"discriminator": discriminator.config} if discriminator else {}
             return {**description, **extras, **({"assumed": assumed(description)} if assumed else {})}
         if kind == "checkpoint":
@@ -223,16 +223,16 @@ def fetch_model(name: str | None, backend: Any) -> str | None:
     pinned_name, is_on_hub = name, False
     with backend.raise_on_all_ranks():
         if backend.is_root and (is_on_hub := hub.is_on_hub(name)):
-            model, _ = hub.split(name) or (name, None)
+            model, _ = hub.parse_name(name) or (name, None)
             backend.heartbeat("downloading the model", is_uninterrupted=True)
             pinned_name = f"{model}@{hub.download(name).name}"
     pinned_name, is_on_hub = backend.broadcast_object([pinned_name, is_on_hub])
     if not is_on_hub:
-        hub.use(name, Path(name))
+        hub.set_folder(name, Path(name))
         return name
     for is_first in (True, False):
         with backend.raise_on_all_ranks():
             if (backend.local_rank == 0) == is_first:
                 backend.heartbeat("downloading the model", is_uninterrupted=True)
-                hub.use(name, hub.download(pinned_name))
+                hub.set_folder(name, hub.download(pinned_name))
     return pinned_name

@@ -1,7 +1,6 @@
-"""The models: plain modules that know nothing of arguments, processes, run folders or loggers.
+"""The models: plain modules, independent of command lines, processes, run folders and loggers.
 
-A model's module is imported when the model is first asked for, so that --help can read the names of quantizers without
-PyTorch.
+The module of a model is imported at the first access to the model, so that importing this package loads no PyTorch.
 """
 
 from __future__ import annotations
