@@ -13,14 +13,14 @@ from .errors import UserMistake
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch_size = micro_batch_size x grad_accum_steps x world_size, always exactly."""
+    """The sizes of an update: global_batch_size = micro_batch_size x grad_accum_steps x world_size."""
 
     global_batch_size: int
     grad_accum_steps: int
     world_size: int
     #: --grad_accum_steps: the run accumulates more if it continues on fewer processes, or uses --batch_parts.
     asked_grad_accum_steps: int
-    #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: not cut.
+    #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: no parts.
     batch_parts: int = 0
 
     @property
@@ -58,9 +58,9 @@ def plan_batches(
 ) -> BatchPlan:
     """Distribute the samples of an update over processes and accumulation steps.
 
-    ``previous_batch_plan`` describes the processes that trained this run before. If more of them trained the same batch
-    with the same flags, each now gets more samples per update; accumulation grows so that none holds more samples at a
-    time.
+    ``previous_batch_plan`` is the ``Backend.describe`` of the run's last start. If more processes trained the same
+    batch with the same flags then, each now gets more samples per update, and accumulates over more steps, so that none
+    holds more samples at a time.
 
     ``batch_parts`` above 0 fixes the micro-batch: every process accumulates over its share of the parts, which must
     divide by ``grad_accum_steps``.
@@ -108,7 +108,8 @@ def _nearest(number: int, unit: int) -> str:
 
 
 def _needed_steps(batch_size: int, flag_steps: int, world_size: int, previous: Mapping[str, Any]) -> int:
-    """The fewest accumulation steps with which micro-batches are no larger than before."""
+    """The fewest accumulation steps with which micro-batches are no larger than in the ``previous`` plan, if that had
+    the same flags."""
     flags = (batch_size, flag_steps)
     has_same_flags = (previous.get("batch_size"), previous.get("asked_grad_accum_steps")) == flags
     limit = previous.get("micro_batch_size")

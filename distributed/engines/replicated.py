@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .arithmetic import LossScaler, all_finite, clip_divisor, gradient_norm
 from .base import Engine
 from .optimizer_state import check_names, live_weights, read_optimizer, unfuse, write_optimizer
-from .parts import OrderedSum
+from .ordered_sum import OrderedSum
 from .reducer import GradientReducer
 
 

@@ -26,10 +26,10 @@ class FSDPBackend(DDPBackend):
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        return cls.given_flag(args) is not None
+        return cls.flag_in_use(args) is not None
 
     @classmethod
-    def given_flag(cls, args: argparse.Namespace) -> str | None:
+    def flag_in_use(cls, args: argparse.Namespace) -> str | None:
         # A config.yaml that is read back holds the defaults for every backend, so they do not ask for FSDP.
         if args.fsdp_offload:
             return "--fsdp_offload"

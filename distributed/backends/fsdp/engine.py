@@ -32,7 +32,7 @@ from tandem.distributed.engines.optimizer_state import (
     unfuse,
     write_optimizer,
 )
-from tandem.distributed.engines.parts import OrderedSum
+from tandem.distributed.engines.ordered_sum import OrderedSum
 from tandem.distributed.engines.reducer import GradientReducer
 from tandem.distributed.engines.replicated import ReplicatedEngine
 from tandem.distributed.errors import UserMistake

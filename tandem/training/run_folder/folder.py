@@ -51,7 +51,7 @@ class RunFolder:
         #: Created at the end of the run.
         self.model_dir = self.path / "model"
         self._lock_file = self.path / ".lock"
-        self._processes, self._torchruns = processes, processes.torchruns()
+        self._processes, self._torchruns = processes, processes.torchrun_ids()
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
         #: Update whose weights model/ holds, None if it is not complete.
@@ -205,7 +205,7 @@ def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[
             about a missing tokenizer, would mislead.
     """
     folder, config = Path(args.output_dir), None
-    torchruns = processes.torchruns() if args.fresh else []
+    torchruns = processes.torchrun_ids() if args.fresh else []
     with processes.raise_on_all_ranks():
         begins_anew = args.dry_run or (
             args.fresh and not processes.is_restart and not _was_started_by(folder, torchruns)
