@@ -50,7 +50,7 @@ class DeepSpeedBackend(DDPBackend):
             return "--deepspeed_config"
         if args.deepspeed:
             return "--deepspeed"
-        # A config.yaml that is read back holds zero_stage 0 for every backend, so 0 does not ask for DeepSpeed.
+        # A run's config.yaml holds zero_stage 0 whatever its backend is, so 0 does not ask for DeepSpeed.
         return "--zero_stage" if args.zero_stage else None
 
     @classmethod

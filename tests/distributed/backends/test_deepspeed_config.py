@@ -14,10 +14,10 @@ import pytest
 from tandem.distributed import UserMistake
 from tandem.distributed.backends.deepspeed.config import (
     check_batch_parts,
+    complete_config,
     merge_config,
     one_line_refusals,
     read_config,
-    complete_config,
 )
 from tandem.distributed.base import Options
 from tandem.distributed.batch import BatchPlan
