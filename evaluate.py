@@ -332,7 +332,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.io.writing import write_atomically
     from tandem.models.features.i3d import I3D_DIM, i3d_features
     from tandem.models.features.lpips import load_lpips
-    from tandem.training.metrics import exact, fid, reconstruction, videos
+    from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
 
     device, heartbeat = backend.device, partial(backend.heartbeat, "fetching weights")
     for name in args.model:
@@ -370,7 +370,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     make_quality = partial(make_quality, device=device, losses=(), lpips=lpips)
     quality = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
     dim = getattr(network, "dim", I3D_DIM)
-    features = partial(exact.Features, network, dim, device)
+    features = partial(feature_statistics.FeatureStatistics, network, dim, device)
     model_features = {name: features() for name in models if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 

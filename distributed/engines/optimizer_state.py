@@ -100,10 +100,9 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first difference, unless the state is of this type of optimizer and each of its
     slots holds exactly the names and shapes of ``shapes``."""
-    if state["type"] != (own := optimizer_kind(optimizer)):
-        raise ValueError(
-            f"the saved optimizer is {state['type']}, this run's is {own}: its moments mean something else"
-        )
+    saved, own = state["type"], optimizer_kind(optimizer)
+    if saved != own:
+        raise ValueError(f"the saved optimizer is {saved}, this run's is {own}: its moments mean something else")
     if mismatched := sorted(set(state["slots"]) ^ set(state["moments"])):
         raise ValueError(f"optimizer moment {mismatched[0]} is missing or was never saved")
     for slot, tensors in state["moments"].items():

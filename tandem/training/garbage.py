@@ -1,4 +1,4 @@
-"""When Python looks for garbage."""
+"""Garbage collection after the same updates on all processes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Updates between two collections; docs/devices.md has what a collection finds and how long it takes.
-_INTERVAL = 100
+_INTERVAL = 100  # updates; docs/devices.md tells what a collection frees and how long it takes
 
 
 @contextmanager
 def synchronized_collection() -> Iterator[Callable[[int], None]]:
-    """Context in which Python collects garbage after the same updates on all processes: the context gives a function to
-    be called with the number of completed updates. Otherwise each process would collect after another update, and all
-    others would wait: a full collection takes 0.26 s, most of it for imported objects, which are frozen after the first
+    """Context in which Python collects garbage after the same updates on all processes. It yields a function to be
+    called with the number of completed updates. Otherwise each process would collect after another update, and all
+    others would wait. A full collection takes 0.26 s, most of it for imported objects: these are frozen after the first
     update."""
     was_enabled, is_first = gc.isenabled(), True
 

@@ -1,4 +1,4 @@
-"""The folder of a dry run, which is deleted when the process ends."""
+"""The temporary run folder of a dry run, which is deleted when the process ends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LOCK = ".dry_run"  # only in the folder of a dry run
 
 
 def folder_beside(output_dir: str, processes: Backend) -> str:
-    """A new folder beside a run folder. The root deletes it when its process ends, at the latest, with the parents that
-    it created, and also the folders of dry runs that were killed on its machine.
+    """Create a temporary folder beside a run folder. The root deletes it when its process ends, at the latest, with the
+    parents that it created. It also deletes such folders of dry runs that were killed on its machine.
 
     Raises:
         UserMistake: one line, if it cannot be made.
@@ -39,12 +39,11 @@ def folder_beside(output_dir: str, processes: Backend) -> str:
                 shutil.rmtree(old_folder, ignore_errors=True)
             path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
             atexit.register(_delete, Path(path), missing, acquire_lock(Path(path, _LOCK)))
-    folder: str = processes.broadcast_object(path)
-    return folder
+    return str(processes.broadcast_object(path))
 
 
 def _is_left_behind(folder: Path) -> bool:
-    """Whether a folder is that of a dry run that was killed on this machine, in which no other run began since."""
+    """Whether a dry run left this folder when it was killed on this machine, and no other run has begun in it."""
     is_old = not folder.is_symlink() and is_stale_lock(folder / _LOCK)
     return is_old and all("--dry_run" in start.get("command", ()) for start in starts(folder))
 
