@@ -445,12 +445,12 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
     """Print a row for each model and a column for each value. `corner`: flags that the values depend on, or ""."""
-    from tandem.training.logging.table import number
+    from tandem.training.logging.table import format_number
 
     names = [name for name in HEADINGS if any(name in row for row in values.values())]
     rows = [[corner, *(HEADINGS[name] for name in names)]]
     for model, row in values.items():
-        cells = {name: number(row.get(name)) for name in names}
+        cells = {name: format_number(row.get(name)) for name in names}
         if row["num_codes"]:
             cells["codes_used"] += f" of {row['num_codes']}"
         rows.append([model, *cells.values()])

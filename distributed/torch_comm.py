@@ -118,7 +118,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
         RuntimeError: after the timeout, in one line that names a missing process.
     """
     own_token, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
-    keys, entries = [f"token/{rank}" for rank in ranks], []
+    keys, seen_keys, entries = [f"token/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks], []
     address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([own_token, launch.is_restart, address, gpu]))
     start_time, pause = time.monotonic(), 0.001
@@ -141,7 +141,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
             if token == own_token and digest != returned_digest:
                 returned_digest = digest
                 store.set(f"seen/{launch.rank}", returned_digest)
-        if entries and _all_equal(store, [f"seen/{rank}" for rank in ranks], tokens_digest):
+        if entries and store.check(seen_keys) and set(store.multi_get(seen_keys)) == {tokens_digest.encode()}:
             number = store.add("starts", 1)
             is_restart = number > 1 or any(was_restarted for _, was_restarted, *_ in entries)
             external_address = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
@@ -181,10 +181,6 @@ def _launch_hint(launch: Launch) -> str:
 def _is_store_in_torchrun() -> bool:
     """Whether torchrun's own process has the rendezvous store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _all_equal(store: dist.Store, keys: list[str], value: str) -> bool:
-    return bool(store.check(keys)) and all(stored.decode() == value for stored in store.multi_get(keys))
 
 
 def _wait_for_store(launch: Launch, timeout: timedelta) -> None:

@@ -28,7 +28,9 @@ def make_optimizer(
     other_weights: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            (decaying if _decays(name, weight) else other_weights).append(weight)
+            is_matrix = sum(size > 1 for size in weight.shape) >= 2
+            decays = is_matrix and not _NO_DECAY_NAMES.fullmatch(name.rpartition(".")[2])
+            (decaying if decays else other_weights).append(weight)
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": other_weights, "weight_decay": 0.0}]
     if not lion:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
@@ -69,8 +71,3 @@ def update_unless(
     update(weight, gradient, moment, *settings)
     for tensor, old in zip((weight, moment), previous, strict=True):
         tensor.copy_(torch.where(skips.bool(), old, tensor))
-
-
-def _decays(name: str, weight: nn.Parameter) -> bool:
-    is_matrix = sum(size > 1 for size in weight.shape) >= 2
-    return is_matrix and not _NO_DECAY_NAMES.fullmatch(name.rpartition(".")[2])

@@ -25,6 +25,7 @@ from tandem.training.checkpoint.format import damage_error
 from tandem.training.checkpoint.listing import step_of
 from tandem.training.checkpoint.models import MODELS, ModelDescriptions
 from tandem.training.checkpoint.store import Checkpoints, Stateful
+from tandem.training.dry_run import folder_beside
 from tandem.training.logging.clock import Clock
 from tandem.training.logging.metrics import Metrics
 from tandem.training.logging.operations import Operations, total_peak_flops
@@ -41,7 +42,6 @@ from tandem.training.logging.progress import (
 )
 from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import TIMES
-from tandem.training.run_folder.dry_run_folder import folder_beside
 from tandem.training.run_folder.folder import RunFolder, check_apart
 from tandem.training.run_folder.starts import end_start
 from tandem.training.visuals.images import Sample, to_png
@@ -229,9 +229,9 @@ class Run:
             for name, (old, new) in changed_flags.items():
                 self.say(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
         if self.is_complete:
+            flag = "--max_minutes" if self.progress.last_step < self.progress.total_steps else self._length_flag
             self.say(
-                f"this run is finished, its model is in {self.folder.model_dir}; "
-                f"give a larger {'--max_minutes' if self._is_cut_short else self._length_flag} to extend it"
+                f"this run is finished, its model is in {self.folder.model_dir}; give a larger {flag} to extend it"
             )
         self.clock.begin(self.progress.seconds, self.progress.samples)
 
@@ -265,7 +265,10 @@ class Run:
             self.say(text)
 
     def advance(self) -> None:
-        """Count a completed update."""
+        """Count a completed update. The first one has made the optimizers' moments: allocate pinned memory for the
+        copies of checkpoints. Collective."""
+        if self.progress.step == self._resumed_step and has_pinned_memory(self.processes.device):
+            self.checkpoints.prepare(self._live_states())
         self.progress.advance()
         self.display.update()
         for name, picture in self._metrics.pictures():
@@ -321,11 +324,6 @@ class Run:
             if is_over and self._end_at(step + 1):
                 self.say(f"the {counted(self.args.max_minutes, 'minute')} of --max_minutes are over: one more update")
 
-    @property
-    def _is_cut_short(self) -> bool:
-        """Whether the run ends earlier than --epochs and --max_steps say."""
-        return self.progress.last_step < self.progress.total_steps
-
     def _end_at(self, step: int) -> bool:
         """Let the run end after `step` updates, if it does not end before; return whether that is earlier than so
         far."""
@@ -346,12 +344,6 @@ class Run:
             # A save that is made only because the run stops writes no averages, so that these do not depend on stops.
             write_averages = self._averages.write if self.progress.due(self.args.save_every_n_steps) else None
             self.checkpoints.save(step, self._live_states(), self.processes.describe(), write_averages)
-
-    def prepare_saves(self) -> None:
-        """Allocate pinned memory for the copies of checkpoints; called when the first update has made the optimizers'
-        moments. Collective."""
-        if has_pinned_memory(self.processes.device):
-            self.checkpoints.prepare(self._live_states())
 
     def _live_states(self) -> dict[str, Any]:
         """The states of all parts; see `Stateful`. Collective."""

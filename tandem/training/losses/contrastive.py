@@ -177,9 +177,8 @@ class Contrastive:
         """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
         texts, captions = (processes.gather(tensor, sizes) for tensor in (text, caption_ids))
         # In fp64, so that the number of chunks does not change the rounded results.
-        totals = [
-            torch.zeros_like(x, dtype=sum_dtype(x.device)) for x in (scale.sum(), audio, scale, bias, scale.sum())
-        ]
+        like = (scale.sum(), audio, scale, bias, scale.sum())
+        totals = [torch.zeros_like(tensor, dtype=sum_dtype(tensor.device)) for tensor in like]
         text_gradients = []
         # One process's texts at a time, so that the memory for comparisons does not grow with their number.
         for rank, (chunk, chunk_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True)):

@@ -95,11 +95,8 @@ class ReconstructionAlarm:
         self._sum_of_rates += updates * self._rate
         self._has_discriminator |= "discr_loss" in line
         has_had_time = self._updates >= _LEAST_UPDATES and self._sum_of_rates >= _LEAST_SUM_OF_RATES
-        warnings = [
-            *self._check_validation(line, has_had_time), *self._check_codes(line, has_had_time),
-            *self._check_discriminator(line, has_had_time),
-        ]  # fmt: skip
-        return [f"warning: {text}" for text in warnings]
+        checks = (self._check_validation, self._check_codes, self._check_discriminator)
+        return [f"warning: {text}" for check in checks for text in check(line, has_had_time)]
 
     def _check_validation(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         if "valid/psnr" not in line:

@@ -138,10 +138,7 @@ class ReconstructionQuality:
     def result(self, all_reduce: AllReduce = identity) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
         counts = all_reduce(self._counts.clone()).cpu()
-        values = {
-            **self._averages.result(all_reduce), **self._variety.result(all_reduce),
-            **(code_statistics(counts) if len(counts) else {}),
-        }  # fmt: skip
+        values = {**self._averages.result(all_reduce), **self._variety.result(all_reduce), **code_statistics(counts)}
         if self._fid:
             values["rfid"] = self._fid.result(all_reduce)
         return values, counts
