@@ -75,12 +75,12 @@ def coefficients(stored: Sequence[Profile], target: Profile) -> tuple[Tensor, fl
     products = inner_products(stored, stored) / (norms[:, None] * norms)
     target_products = inner_products(stored, [target])[:, 0] / (norms * norm)
     inverse = torch.linalg.pinv(products, rtol=_ROUNDING, hermitian=True)
-    contributions = norm / norms  # coefficients of scaled profiles -> their contribution to the sum
-    unconstrained, correction = inverse @ target_products, inverse @ contributions
-    scaled_weights = unconstrained - correction * ((contributions @ unconstrained - 1) / (contributions @ correction))
-    weights = scaled_weights * contributions
-    weights = torch.where(weights.abs() > _NO_COEFFICIENT, weights, 0.0)
-    weights /= weights.sum()
-    scaled_weights = weights / contributions
-    residual = 1 - 2 * scaled_weights @ target_products + scaled_weights @ products @ scaled_weights
-    return weights, math.sqrt(max(residual.item(), 0.0))
+    unscaling = norm / norms  # coefficients = unscaling x coefficients of scaled profiles
+    unconstrained, correction = inverse @ target_products, inverse @ unscaling
+    scaled_solution = unconstrained - correction * ((unscaling @ unconstrained - 1) / (unscaling @ correction))
+    solution = scaled_solution * unscaling
+    solution = torch.where(solution.abs() > _NO_COEFFICIENT, solution, 0.0)
+    solution /= solution.sum()
+    scaled_solution = solution / unscaling
+    residual = 1 - 2 * scaled_solution @ target_products + scaled_solution @ products @ scaled_solution
+    return solution, math.sqrt(max(residual.item(), 0.0))

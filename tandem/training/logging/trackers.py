@@ -20,7 +20,7 @@ from tandem.io.writing import create, open_appending, replacing, say, write_atom
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 1800.0
 _LONGEST_ID_BYTES = 1000
 _MOST_BINS = 512  # wandb's own limit for a histogram
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class Trackers:
@@ -43,8 +43,8 @@ class Trackers:
     """
 
     def __init__(
-        self, folder: Path, report_to: Collection[str] = (), config: Mapping[str, Any] = NOTHING,
-        wandb_names: Mapping[str, Any] = NOTHING, check: Callable[[], None] = lambda: None, *, is_root: bool = True,
+        self, folder: Path, report_to: Collection[str] = (), config: Mapping[str, Any] = _EMPTY,
+        wandb_names: Mapping[str, Any] = _EMPTY, check: Callable[[], None] = lambda: None, *, is_root: bool = True,
     ) -> None:  # fmt: skip
         for name in report_to:
             spec = importlib.util.find_spec(name)
@@ -54,7 +54,7 @@ class Trackers:
         #: Why lines could not be written, in one line; None if all are written.
         self.failure: str | None = None
         #: The newest line with a validation before the resumed step; set by `cut_back`.
-        self.last_validation: Mapping[str, Any] = NOTHING
+        self.last_validation: Mapping[str, Any] = _EMPTY
         self._last_step: float = -1
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._pending_lines: list[bytes] = []
@@ -132,7 +132,7 @@ class Trackers:
         self._size += len(content)
         self._pending_lines, self.failure = [], None
 
-    def close(self, models: Mapping[str, Path] = NOTHING) -> None:
+    def close(self, models: Mapping[str, Path] = _EMPTY) -> None:
         """Log trained models, folders or files by alias, such as "final", and finish writing. Uploads may take long;
         Ctrl-C ends them."""
         self.write_lines()

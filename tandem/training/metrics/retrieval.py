@@ -99,12 +99,12 @@ class RetrievalQuality:
             empty = torch.empty(0, 3, dtype=torch.float64)
             text_to_audio = audio_to_text = _summarize(empty, [])
         else:
-            audio, text, pairs = corpus
-            by_text, by_clip = _sort_pairs(pairs.candidates, pairs.queries), pairs
-            use_counts = torch.bincount(by_text.queries, minlength=len(text)).tolist()
-            text_to_audio = _summarize(_rank_all(text, audio, by_text, processes, heartbeat), use_counts)
-            has_caption = torch.bincount(by_clip.queries, minlength=len(audio)).clamp_max(1).tolist()
-            audio_to_text = _summarize(_rank_all(audio, text, by_clip, processes, heartbeat), has_caption)
+            audio, text, clip_pairs = corpus
+            text_pairs = _sort_pairs(clip_pairs.candidates, clip_pairs.queries)
+            use_counts = torch.bincount(text_pairs.queries, minlength=len(text)).tolist()
+            text_to_audio = _summarize(_rank_all(text, audio, text_pairs, processes, heartbeat), use_counts)
+            has_caption = torch.bincount(clip_pairs.queries, minlength=len(audio)).clamp_max(1).tolist()
+            audio_to_text = _summarize(_rank_all(audio, text, clip_pairs, processes, heartbeat), has_caption)
         return {
             **{f"text_to_audio/{name}": value for name, value in text_to_audio.items()},
             **{f"audio_to_text/{name}": value for name, value in audio_to_text.items()},

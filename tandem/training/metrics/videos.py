@@ -19,8 +19,8 @@ def dpsnr(videos: Tensor, reconstructions: Tensor) -> Tensor:
     -10 log10(mean squared error of the differences), after clamping values to [0, 1]; at most 100 dB. Unlike FVD it
     depends on motion alone: an error that is the same in every frame does not count.
     """
-    change = _error(videos, reconstructions).diff(dim=2)
-    return -10 * change.square().flatten(1).mean(1).clamp_min(1e-10).log10()
+    motion_error = _error(videos, reconstructions).diff(dim=2)
+    return -10 * motion_error.square().flatten(1).mean(1).clamp_min(1e-10).log10()
 
 
 def flicker(videos: Tensor, reconstructions: Tensor) -> Tensor:
