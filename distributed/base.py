@@ -376,7 +376,7 @@ class Backend(ABC):
                 raise error_type(text if rank == 0 else f"{text} (on rank {rank})")
 
     def say(self, text: str, *, file: TextIO | None = None) -> None:
-        """Print a line on the root, to ``file`` (default: stdout); control characters in it are escaped."""
+        """Print a line on the root, to ``file`` (default: stdout), with ? in the place of control characters."""
         if self.is_root:
             print(printable(text), file=file, flush=True)
 
