@@ -329,7 +329,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.io.writing import write_atomically
     from tandem.models.features.i3d import I3D_DIM, i3d_features
     from tandem.models.features.lpips import load_lpips
-    from tandem.training.metrics import exact, fid, reconstruction, videos
+    from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
 
     device, heartbeat = backend.device, partial(backend.heartbeat, "fetching weights")
     for name in args.model:
@@ -367,7 +367,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     make_quality = partial(make_quality, device=device, losses=(), lpips=lpips)
     qualities = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
     dim = getattr(network, "dim", I3D_DIM)
-    features = partial(exact.Features, network, dim, device)
+    features = partial(feature_statistics.FeatureStatistics, network, dim, device)
     model_features = {name: features() for name in models if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
@@ -438,13 +438,13 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
-    """Print a row for each model and a column for each value. `corner`: the text in the first cell, flags or ""."""
-    from tandem.training.logging.table import number
+    """Print a row for each model and a column for each value. `corner`: flags that the values depend on, or ""."""
+    from tandem.training.logging.table import format_number
 
     names = [name for name in HEADINGS if any(name in row for row in values.values())]
     rows = [[corner, *(HEADINGS[name] for name in names)]]
     for model, row in values.items():
-        cells = {name: number(row.get(name)) for name in names}
+        cells = {name: format_number(row.get(name)) for name in names}
         if row["num_codes"]:
             cells["codes_used"] += f" of {row['num_codes']}"
         rows.append([model, *cells.values()])

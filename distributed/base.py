@@ -1,4 +1,4 @@
-"""The interface Backend: the processes that train. Engine, in engines/base.py, is one model and its optimizer.
+"""The interface Backend: the group of processes that train. Engine (engines/base.py) is one model and its optimizer.
 
 A script uses only these two classes and never asks for a backend's name:
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -42,12 +43,12 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .watchdog import Watchdog
 
 
-FILES_OF_A_PROCESS = 256  # without its connections to other processes: data, loaders, trackers, libraries
+_FILES_PER_PROCESS = 256  # of data, loaders, trackers and libraries; connections to other processes come on top
 
 
 @dataclass(frozen=True)
 class Options:
-    """How engines update; arguments and the backend's configuration are merged before anything starts."""
+    """How engines update, from the arguments and the backend's own configuration."""
 
     plan: BatchPlan
     precision: str = "fp32"  # fp32, tf32, bf16 or fp16
@@ -61,12 +62,12 @@ class Options:
 
 
 class Backend(ABC):
-    """The processes that train, of which this is one, and what they do together, whatever connects them. A context
-    manager: enter to connect, leave to disconnect.
+    """The group of processes that train, of which this is one, and its collectives, on any communication library. A
+    context manager: enter to connect, leave to disconnect.
 
     A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``launch_order``,
-    ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``install_hint`` and ``is_available``, its
-    own flags (``add_arguments``, ``given_flag``, ``configure``), and an engine of its own (``engine_class``).
+    ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``package`` and ``install_hint``, its own
+    flags (``add_arguments``, ``flag_in_use``, ``configure``), and an engine of its own (``engine_class``).
 
     Attributes:
         rank, local_rank: Of this process, in the job and on its machine, from 0.
@@ -82,7 +83,10 @@ class Backend(ABC):
     name: ClassVar[str]
     launch_order: ClassVar[int]
     """``auto`` takes the first backend, in this order, that was launched."""
+    package: ClassVar[str] = ""
+    """The Python package that it needs besides PyTorch."""
     install_hint: ClassVar[str] = ""
+    """The command that installs the package."""
     training_flags: ClassVar[tuple[str, ...]] = ()
     """Names of its flags that have no effect in a script that trains nothing."""
     sockets_per_process: ClassVar[int] = 0
@@ -97,11 +101,9 @@ class Backend(ABC):
         """Whether `Update.grad_norm` of the coming update is read; otherwise engines may leave it out."""
         self.total_updates: int | None = None
         """Number of updates of the run, if it is set before ``wrap``."""
-        self._own_flags = [getattr(args, name) for name in self.training_flags]
-        self._launchers = self._launcher_processes()
+        self._own_flag_values = [getattr(args, name) for name in self.training_flags]
+        self._initial_launcher_pids = self._launcher_pids()
         self._after_leaving: list[Callable[[], None]] = []
-
-    # What a backend defines.
 
     @classmethod
     @abstractmethod
@@ -117,14 +119,14 @@ class Backend(ABC):
         """Disconnect. If not ``gracefully``, an error has happened and a process may be gone, so wait for none."""
 
     def remove_time_limit(self) -> None:
-        """From now on collectives have no time limit, and only the watchdog ends the job if a process does not come:
-        one process may write for hours, and time in which the whole job was frozen does not count."""
+        """From now on collectives wait without a time limit, and only the watchdog ends the job: one process may write
+        for hours, and time in which the whole job was frozen does not count."""
         return
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether the packages that the backend needs can be imported; does not import them."""
-        return True
+        """Whether ``package`` is installed; does not import it."""
+        return not cls.package or importlib.util.find_spec(cls.package) is not None
 
     @classmethod
     def add_arguments(cls, parser: Any) -> None:
@@ -132,8 +134,9 @@ class Backend(ABC):
         return
 
     @classmethod
-    def given_flag(cls, args: argparse.Namespace) -> str | None:
-        """A flag that the user gave and that only this backend understands, or None. Other backends refuse it."""
+    def flag_in_use(cls, args: argparse.Namespace) -> str | None:
+        """A flag of this backend alone that is set to something else than its default, or None. Other backends refuse
+        it."""
         return None
 
     @classmethod
@@ -146,16 +149,14 @@ class Backend(ABC):
         return
 
     def engine_class(self) -> type[Engine]:
-        """The engine that ``wrap`` makes; by default each process holds the whole model."""
+        """The class of the engines that ``wrap`` returns; by default each process holds the whole model."""
         from tandem.distributed.engines.replicated import ReplicatedEngine
 
         return ReplicatedEngine
 
-    def _launcher_processes(self) -> Any:
-        """Identifies the processes that started this one: the value changes when one of them ends."""
+    def _launcher_pids(self) -> Any:
+        """The ids of the processes that started this one; they change when one of those ends."""
         return os.getppid()
-
-    # Connecting.
 
     def __enter__(self) -> Backend:
         from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
@@ -167,7 +168,7 @@ class Backend(ABC):
             use_deterministic_kernels(compiled=self.options.compile)
         self._signals = Signals(self._is_orphan, is_root=self.is_root, launcher=self.launch.launcher)
         try:
-            file_count = FILES_OF_A_PROCESS + self.sockets_per_process * self.launch.world_size
+            file_count = _FILES_PER_PROCESS + self.sockets_per_process * self.launch.world_size
             if (limit_text := allow_open_files(file_count)) and self.local_rank == 0:
                 say(f"rank {self.rank} of {self.world_size}: {limit_text}")
             self.connect()
@@ -188,46 +189,46 @@ class Backend(ABC):
             if isinstance(error, ImportError) and self.install_hint:
                 text += f"; install it again with `{self.install_hint}`"
             if not isinstance(error, ValueError | ImportError):
-                # A port that is in use or a machine that is missing may be temporary: the next start may succeed.
+                # The cause may be temporary, as a port in use or a missing machine: the next start may succeed.
                 say(f"stopped: {text}")
                 raise Failed(text) from error
-            if not self.is_root:  # the root prints only its own error, and may not have one
+            if not self.is_root:  # only the root's own error is printed by the caller
                 say(f"error: {text}")
             raise UserMistake(text) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         is_done = error is None or isinstance(error, SystemExit | Ended)
-        # All processes raise these errors together, so a graceful disconnect cannot hang.
+        # All processes raise these errors, so a graceful disconnect cannot hang.
         is_mistake = isinstance(error, UserMistake)
-        is_mutual = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
+        is_on_all_ranks = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
         stop_error, is_graceful = None, False
         try:
             stop_error = self.watchdog.explain(error)
             if stop_error is not None and (self.is_root or stop_error.on_one_rank):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stop_error}")
-            # Do not wait after a mistake: processes that have not met it would come only after the time limit.
-            is_graceful = is_mistake or ((is_done or is_mutual) and self._all_are_done())
+            # Do not wait after a mistake: a process without it would reach the barrier only after the time limit.
+            is_graceful = is_mistake or ((is_done or is_on_all_ranks) and self._all_are_done())
         finally:
-            self.watchdog.stop(None if is_done or is_mutual else error)
-            # Before signals have their effect again: launchers send SIGTERM as soon as a process has ended.
+            self.watchdog.stop(None if is_done or is_on_all_ranks else error)
+            # Before signals end this process again: launchers send SIGTERM as soon as another process has ended.
             self.watchdog.wait_for_writes()
             self._signals.close()
             self.disconnect(is_graceful)
         if stop_error is not None:
-            if stop_error.on_one_rank and self.world_size > 1:  # else only the launcher would bound the exit
+            if stop_error.on_one_rank and self.world_size > 1:  # else the exit could hang until the launcher kills it
                 for stream in (sys.stdout, sys.stderr):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
                 self.watchdog.exit_process()
             raise Failed(str(stop_error)) from error
-        for work in self._after_leaving if is_done else ():
-            work()
+        for task in self._after_leaving if is_done else ():
+            task()
 
     def _all_are_done(self) -> bool:
         """Wait until all processes are done and have written their files: a launcher may kill the others when one ends.
-        If one was lost, print that and return False, because this one is done."""
+        If one is lost meanwhile, print that and return False."""
         self.watchdog.wait_for_writes()
         try:
             self.stop.drain()
@@ -237,19 +238,19 @@ class Backend(ABC):
             return False
         return True
 
-    def after_leaving(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on this process when it has left the others, if nothing failed. The work may take any time,
-        because no process waits for it, and signals end it."""
-        self._after_leaving.append(work)
+    def after_leaving(self, task: Callable[[], None]) -> None:
+        """Call ``task`` on this process after it has disconnected, if nothing failed. It may take any time, because no
+        process waits for it; signals end it."""
+        self._after_leaving.append(task)
 
     def _agree_on_plan(self) -> None:
         options, plan = self.options, self.options.plan
         own_settings = [
             plan.global_batch_size, plan.asked_grad_accum_steps, plan.world_size, plan.batch_parts, options.precision,
-            options.reduce_precision, options.compile, *self._own_flags,
+            options.reduce_precision, options.compile, *self._own_flag_values,
         ]  # fmt: skip
         all_settings = self.comm.gather_objects([*own_settings, plan.grad_accum_steps])
-        # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
+        # A machine that joins a run with --fresh does not know that the run accumulates over more steps than its flag.
         if (steps := max(settings[-1] for settings in all_settings)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*other_settings, _) in enumerate(all_settings):
@@ -262,7 +263,7 @@ class Backend(ABC):
                 )
 
     def _keep_collectives_out_of_graphs(self) -> None:
-        """Inside a compiled forward pass the watchdog's counters would be constants, so each update would recompile."""
+        """In a compiled forward pass the watchdog's counters would be constants: each update would compile again."""
         import torch
 
         for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.broadcast_object):
@@ -271,9 +272,16 @@ class Backend(ABC):
     def wrap(
         self, model: nn.Module, optimizer: Optimizer, *, name: str = "model", max_grad_norm: float | None = None
     ) -> Engine:
-        """Spread a model over the processes; return its engine. Never alters weights, moments or step counts.
-        ``name`` is distinct for every engine; ``max_grad_norm`` overrides --max_grad_norm. Raises UserMistake if the
-        model is to be compiled, and this machine cannot. Collective."""
+        """Spread a model over the processes and return its engine. Weights, moments and step counts stay as they are.
+        Collective.
+
+        Args:
+            name: Distinct for every engine.
+            max_grad_norm: Instead of --max_grad_norm.
+
+        Raises:
+            UserMistake: --compile is set, and a machine cannot compile.
+        """
         from .devices import check_compiler, choose_kernels_by_time
 
         if self.options.compile and not self._can_compile:
@@ -283,17 +291,17 @@ class Backend(ABC):
         if not (self.options.deterministic or self.options.plan.batch_parts):
             choose_kernels_by_time()
         engine = self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
-        self.remove_time_limit()  # in the groups of the engine too
+        self.remove_time_limit()  # of process groups that the engine has made
         return engine
 
-    # For scripts. Collectives are called by every process: never put a call behind a test of the rank.
+    # Collectives are called by every process: never put a call behind a test of the rank.
 
     @property
     def is_root(self) -> bool:
         return self.rank == 0
 
-    def torchruns(self) -> list[str]:
-        """Identifies each torchrun that started some of these processes (`torchrun_id`). Collective."""
+    def torchrun_ids(self) -> list[str]:
+        """The `torchrun_id` of each torchrun that started some of these processes, sorted. Collective."""
         return sorted({launcher_id for launcher_id in self.gather_objects(torchrun_id()) if launcher_id})
 
     @contextmanager
@@ -317,9 +325,8 @@ class Backend(ABC):
         return self.sum(value) / self.world_size
 
     def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may differ. The gradient is
-        the one that a single process with all rows would compute. Where all processes know the ``sizes`` by rank, the
-        host need not wait for the device to exchange them."""
+        """`Communicator.gather`: concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may
+        differ. Differentiable. If all processes know the ``sizes`` by rank, the host need not wait to exchange them."""
         with self._in_collective("gathering over the processes"):
             return self.comm.gather(tensor, sizes)
 
@@ -357,7 +364,7 @@ class Backend(ABC):
         except (ValueError, OSError) as error:
             mistake = first_line(error)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, TrainingStopped) or not lacks_memory(error):  # the first: the job ends already
+            if isinstance(error, TrainingStopped) or not lacks_memory(error):  # TrainingStopped: the job ends already
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.barrier()
@@ -369,16 +376,16 @@ class Backend(ABC):
                 raise error_type(text if rank == 0 else f"{text} (on rank {rank})")
 
     def say(self, text: str, *, file: TextIO | None = None) -> None:
-        """The root prints a line, which may quote a file, to ``file`` (default: stdout)."""
+        """Print a line on the root, to ``file`` (default: stdout), with ? in the place of control characters."""
         if self.is_root:
             print(printable(text), file=file, flush=True)
 
     def heartbeat(self, phase: str, *, is_uninterrupted: bool = False) -> None:
-        """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too.
+        """Report to the watchdog that this process begins ``phase``; engines and collectives report theirs.
 
         Args:
-            is_uninterrupted: The phase cannot call this, such as a user's function or a write. It may take any time
-                while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
+            is_uninterrupted: The phase contains no further heartbeat, as a user's function or a write. It may take any
+                time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
                 timeout.
         """
         self.watchdog.heartbeat(phase, writes=is_uninterrupted)
@@ -391,8 +398,8 @@ class Backend(ABC):
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """A ValueError or CannotGoOn inside, on this process alone, ends the job: this process prints the reason, the
-        others print which process they lost."""
+        """Context of the phase "waiting for ``what``". A ValueError or CannotGoOn inside, on this process alone, ends
+        the job: this process prints the reason, the others print which process they lost."""
         self.watchdog.heartbeat(f"waiting for {what}", waits_for_data=True)
         try:
             yield
@@ -402,15 +409,15 @@ class Backend(ABC):
 
     @contextmanager
     def waiting_for_workers(self) -> Iterator[None]:
-        """This process waits for its loader processes, which may hang. A signal that asks to stop ends the wait of a
-        single process at once, with AskedToStop: it is between two updates and can save. Of several processes, others
-        may be inside an update; there the watchdog ends the job if nothing comes within half a minute."""
-        interruption = self._signals.raised() if self.world_size == 1 else contextlib.nullcontext()
+        """Context in which this process waits for its loader processes, which may hang. A signal that asks to stop ends
+        the wait of a single process at once, with AskedToStop: it is between two updates and can save. Of several
+        processes, others may be inside an update; then the watchdog ends the job if no data comes within 30 s."""
+        interruption = self._signals.interruptible() if self.world_size == 1 else contextlib.nullcontext()
         with self.watchdog.loading(), interruption:
             yield
 
     def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
-        """``items``, each fetched inside ``waiting_for(what)``."""
+        """Yield ``items``; each is fetched inside ``waiting_for(what)``."""
         with self.waiting_for(what):
             iterator = iter(items)
         while True:
@@ -421,11 +428,11 @@ class Backend(ABC):
             yield item
 
     def before_update(self, wait: Callable[[], None]) -> None:
-        """Call ``wait`` once before the next weight update: a checkpoint's copy must be finished by then."""
+        """Call ``wait`` once before the next update: a checkpoint's copy of the weights must be finished by then."""
         self._before_update.append(wait)
 
     def finish_copies(self) -> None:
-        """For engines: weights and moments are about to change."""
+        """Wait for the copies of `before_update`: weights and moments are about to change. For engines."""
         while self._before_update:
             self._before_update.pop()()
 
@@ -475,9 +482,9 @@ class Backend(ABC):
         return answer
 
     def about_to_update(self) -> None:
-        """For engines: an update is about to change weights and moments, and from now on there is something to save."""
+        """An update is about to change weights and moments; from now on there is something to save. For engines."""
         self._signals.enable_saving()
         self.finish_copies()
 
     def _is_orphan(self) -> bool:
-        return self.launch.launcher != "python" and self._launcher_processes() != self._launchers
+        return self.launch.launcher != "python" and self._launcher_pids() != self._initial_launcher_pids

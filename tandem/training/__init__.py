@@ -1,5 +1,5 @@
-"""The parts of every training script around its loop: arguments, clock, noise, checkpoints, metrics, tracking.
+"""What the training scripts have in common: the loop (loop.py), the run (run.py), losses, metrics, logs, checkpoints.
 
-Nothing here starts or connects processes: collectives are passed in as callables. Import the modules by name, as
-`from tandem.config.parser import ArgumentParser`: this file imports nothing, so that `--help` stays quick.
+The metrics are also those of evaluate.py. Nothing here starts or connects processes, which `tandem.launch` does. This
+file imports nothing, so that `--help` stays quick.
 """

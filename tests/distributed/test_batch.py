@@ -108,7 +108,7 @@ def agreed(process: Process, *, of_the_last: dict[str, Any], of_the_backend: tup
     if process.rank == 2:
         process.options = replace(process.options, **of_the_last)
     # What a backend does while it is entered, and its own flags, of which these processes have none.
-    process.training_flags, process._own_flags = ("offload",), [of_the_backend[process.rank]]  # type: ignore[misc]
+    process.training_flags, process._own_flag_values = ("offload",), [of_the_backend[process.rank]]  # type: ignore[misc]
     process._agree_on_plan()
     return process.options.plan
 
