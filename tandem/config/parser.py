@@ -13,6 +13,7 @@ from tandem import __version__
 from tandem.io.exits import MISTAKE, leave
 from tandem.io.installed import HOME, IS_INSTALLED, installed_command
 from tandem.io.reading import printable
+from tandem.io.renamed import SETTINGS
 from tandem.io.writing import open_standard_streams
 
 from .converters import config_names, config_value, format_default, format_flag, nearest, no_choice
@@ -312,7 +313,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         return {
             config_names(action)[0]: config_value(action, getattr(args, action.dest))
-            for action in self._config_flags.values()
+            for name, action in self._config_flags.items()
+            if name not in SETTINGS
         }
 
     def _parse_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -362,10 +364,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     @property
     def _config_flags(self) -> dict[str, argparse.Action]:
-        """Flags that a config file may set, by each of their names there."""
-        actions = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+        """Flags that a config file may set, by each of their names there, former ones included."""
+        actions = (action for action in self._actions if action.dest not in _COMMAND_LINE_ONLY)
         return {
-            name: action for action in actions if action.dest not in _COMMAND_LINE_ONLY for name in config_names(action)
+            name: action
+            for action in actions
+            for name in config_names(action)
+            if action.help is not argparse.SUPPRESS or name in SETTINGS
         }
 
 

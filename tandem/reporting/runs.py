@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
+from tandem.io.renamed import rename_settings
 from tandem.io.writing import is_stale_lock
 from tandem.training.metrics.directions import FAULTS
 from tandem.training.run_folder.starts import script_of, starts
@@ -108,6 +109,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The settings in config.yaml by name, and notes."""
     try:
         config = read_yaml(path)
+        config = rename_settings(config) if isinstance(config, dict) else config
     except FileNotFoundError:
         return {}, ["config.yaml is missing"]
     except (OSError, ValueError) as error:

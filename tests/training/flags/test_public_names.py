@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import ChainMap
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ FACTS: dict[str, dict[str, dict[str, Any]]] = {
         "TextTransformer.__init__": {"max_text_tokens": 256},
         "MuLaN.__init__": {"dim_latent": 128, "loss": "decoupled", "hierarchical_layers": 0},
         "SoftmaxContrastiveLearning, whose forward compares all pairs": {
-            "duplicates": "negatives", "init_temperature": 10.0,
+            "duplicates": "negatives", "init_logit_scale": math.log(10.0),
         },
         "MuLaNTrainer: Adam or Lion, without a scheduler": {
             "weight_decay": 0.0, "lr_warmup_steps": 0, "lr_schedule": "constant",
