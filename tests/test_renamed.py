@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from tests.scripts import (
     MULAN,
     ROOT,
     SCRIPTS,
+    VQGAN,
     Script,
     assert_same_bits,
     assert_same_run,
     edit_checkpoint,
     final_weights,
-    words,
     write_sounds,
 )
 
@@ -35,8 +36,14 @@ from tests.scripts import (
 FORMER_VALUE: dict[str, Callable[[Any], Any]] = {"init_logit_scale": lambda value: round(math.exp(value), 6)}
 FORMER_SETTING = {present: former for former, (present, _) in SETTINGS.items()}
 FORMER_WEIGHT = {present: former for former, present in WEIGHTS.items()}
-# Flags of runs with all of these names, each with a value that is no default.
-RUNS = {"mulan": (MULAN, {"init_temperature": 7})}
+KL = replace(VQGAN, tiny={name: value for name, value in VQGAN.tiny.items() if name != "codebook_size"})
+# Runs with all of these names: flags, of which the former ones have values that are no defaults, as in a config file.
+RUNS: dict[str, tuple[Script, list[str], dict[str, Any]]] = {
+    "mulan": (MULAN, ["--init_temperature", "7"], {"init_temperature": 7}),
+    "vqgan": (KL, ["--no-centred", "--quantizer", "kl", "--perceptual", "none"], {"centred": False}),
+}
+# What a run that starts from them needs besides.
+START = {"mulan": [], "vqgan": ["--discr_layers", "2", "--perceptual", "none"]}
 of_runs = pytest.mark.parametrize("name", RUNS)
 
 
@@ -74,15 +81,15 @@ def make_former(folder: Path) -> None:
 
 def former_run(name: str, folder: Path, *more: str) -> tuple[Script, Path]:
     """A run of two updates, with the names of an earlier version."""
-    script, flags = RUNS[name]
-    make_former(run := script.train(folder, *words({**flags, "max_steps": 2, "ema_decay": 0.9}), *more))
+    script, flags, _ = RUNS[name]
+    make_former(run := script.train(folder, *flags, "--max_steps", "2", "--ema_decay", "0.9", *more))
     return script, run
 
 
 @of_runs
 def test_a_run_of_an_earlier_version_is_resumed_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    script, former_flags = RUNS[name]
-    flags = words({**former_flags, "max_steps": 4, "ema_decay": 0.9})
+    script, former_flags, _ = RUNS[name]
+    flags = [*former_flags, "--max_steps", "4", "--ema_decay", "0.9"]
     script.train_stopped(1, tmp_path / "run", *flags)
     make_former(tmp_path / "run")
     output = script.output_of(tmp_path / "run", *flags)
@@ -92,8 +99,8 @@ def test_a_run_of_an_earlier_version_is_resumed_to_the_same_bits(name: str, tmp_
 
 @of_runs
 def test_weights_of_an_earlier_version_are_read_from_every_folder_and_start_a_run(name: str, tmp_path: Path) -> None:
-    script, flags = RUNS[name]
-    whole = script.train(tmp_path / "whole", *words({**flags, "max_steps": 2, "ema_decay": 0.9}))
+    script, flags, _ = RUNS[name]
+    whole = script.train(tmp_path / "whole", *flags, "--max_steps", "2", "--ema_decay", "0.9")
     _, former = former_run(name, tmp_path / "former")
     (newest,) = (path.name for path in (former / "checkpoints").glob("step_*"))
     for place, weights in (("model", "best"), (f"checkpoints/{newest}", "ema"), (f"checkpoints/{newest}", "online")):
@@ -101,7 +108,7 @@ def test_weights_of_an_earlier_version_are_read_from_every_folder_and_start_a_ru
         assert_same_bits(ours.state_dict(), expected.state_dict())
         assert ours.config == expected.config
     for source in (former / "model", former / "checkpoints" / newest):
-        runs = [script.start_from(path, tmp_path / f"from_{path.name}_{path.parts[-2]}_{path.parts[-3]}")
+        runs = [script.start_from(path, tmp_path / f"from_{path.name}_{path.parts[-2]}_{path.parts[-3]}", *START[name])
                 for path in (source, whole / source.relative_to(former))]  # fmt: skip
         assert_same_bits(*map(final_weights, runs))
 
@@ -109,7 +116,7 @@ def test_weights_of_an_earlier_version_are_read_from_every_folder_and_start_a_ru
 def test_an_average_is_made_of_snapshots_of_an_earlier_version(tmp_path: Path) -> None:
     flags = ["--ema_power", "0.1", "--ema_decay", "0"]
     _, former = former_run("mulan", tmp_path / "former", *flags)
-    whole = MULAN.train(tmp_path / "whole", *words({**RUNS["mulan"][1], "max_steps": 2}), *flags)
+    whole = MULAN.train(tmp_path / "whole", *RUNS["mulan"][1], "--max_steps", "2", *flags)
     for run in (former, whole):
         convert.main(["average", str(run), str(run / "average"), "--ema_length", "0.1"])
     models = [MULAN.model.from_pretrained(run / "average") for run in (former, whole)]
@@ -132,12 +139,12 @@ def test_an_index_of_an_earlier_version_is_continued_and_searched(
 
 @of_runs
 def test_a_former_flag_means_what_it_meant_on_the_command_line_and_in_a_config_file(name: str, tmp_path: Path) -> None:
-    script, flags = RUNS[name]
-    (tmp_path / "former.yaml").write_text(yaml.safe_dump(flags))
+    script, flags, former_settings = RUNS[name]
+    (tmp_path / "former.yaml").write_text(yaml.safe_dump(former_settings))
     parser = script.module.build_parser()
-    settings = [parser.settings(parser.parse(said)) for said in (words(flags), ["--config", f"{tmp_path}/former.yaml"])]
+    settings = [parser.settings(parser.parse(said)) for said in (flags, ["--config", f"{tmp_path}/former.yaml"])]
     assert settings[0].keys().isdisjoint(SETTINGS)
-    for former, value in flags.items():
+    for former, value in former_settings.items():
         present, convert_value = SETTINGS[former]
         assert [found[present] for found in settings] == [convert_value(value)] * 2 != [parser.get_default(present)] * 2
         assert f"--{former}" not in parser.format_help()

@@ -20,6 +20,7 @@ def logarithm(value: Any) -> float:
 #: Former name of a setting (flag and constructor argument) -> its name, and the function that converts its value.
 SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "init_temperature": ("init_logit_scale", logarithm),
+    "centred": ("normalize_input", lambda value: value),
 }
 #: Former name of a weight or a buffer in a state dict -> its name.
 WEIGHTS = {"tau": "logit_scale"}

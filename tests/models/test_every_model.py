@@ -343,7 +343,7 @@ PIXELS = {"patch": "pixels", "pad_mode": "reflect"}
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("lfq", {}), ("lfq", {"centred": False}), ("taming-vq", {}), ("taming-kl", {}), ("tokenizer-lfq", {}),
+    [("lfq", {}), ("lfq", {"normalize_input": False}), ("taming-vq", {}), ("taming-kl", {}), ("tokenizer-lfq", {}),
      ("tokenizer-lfq", PIXELS), ("tokenizer-vq", {}), ("tokenizer-vq", PIXELS)],
     ids=str,
 )  # fmt: skip

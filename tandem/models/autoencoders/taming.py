@@ -108,8 +108,8 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     blocks, *extra_blocks = config.num_resnet_blocks
     if extra_blocks or blocks < 1:
         raise ValueError(f"num_resnet_blocks {list(config.num_resnet_blocks)}: body taming has one number, 1 or more")
-    if not config.centred:
-        raise ValueError("body taming sees images in [-1, 1]: leave --no-centred out")
+    if not config.normalize_input:
+        raise ValueError("body taming sees images in [-1, 1]: leave --no-normalize_input out")
 
     def norm(channels: int, swish: bool = True) -> NormSwish:
         return NormSwish(groups, channels, swish=swish)

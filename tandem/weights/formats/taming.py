@@ -288,7 +288,7 @@ def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, A
     z_channels, has_conv = shape_of(state, "decoder.conv_in.weight", 4)[1], "quant_conv.weight" in state
     arguments: dict[str, Any] = {
         "image_size": max(256, 2 ** (len(widths) - 1)),  # arbitrary: no file holds it, and it changes no weight
-        "body": TAMING, "centred": True, "dim": dim, "channels": channels,
+        "body": TAMING, "normalize_input": True, "dim": dim, "channels": channels,
         "ch_mult": [width // dim for width in widths], "attention_levels": levels or None, "z_channels": z_channels,
         "num_resnet_blocks": [len(numbered_layers("down_0_block_{}.conv1.weight"))], "quant_conv": has_conv,
         "norm_groups": GROUPS,

@@ -152,7 +152,7 @@ FACTS: dict[str, dict[str, dict[str, Any]]] = {
         "VQGanVAE.__init__, vq_kwargs": {"codebook_dim": 256, "vq_decay": 0.8, "vq_cosine": True},
         "vector-quantize-pytorch 1.11.8, LFQ.__init__": {"entropy_loss_weight": 0.1, "commitment_loss_weight": 0.25},
         "VQGanVAE.forward, gradient_penalty": {
-            "centred": False, "perceptual": "vgg", "perceptual_loss_weight": 1.0, "gan_weight": "adaptive",
+            "normalize_input": False, "perceptual": "vgg", "perceptual_loss_weight": 1.0, "gan_weight": "adaptive",
             "gan_weight_scale": 1.0, "penalty": "one_centred", "penalty_weight": 10.0,
         },
     },
