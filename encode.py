@@ -248,7 +248,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         if model.num_codes:
             return run_model(backend, "encoding", model.encode, values)
         views = [values, values.flip(-1)][: 1 + args.with_flip]
-        return torch.stack([run_model(backend, "encoding", model.moments, view) for view in views], 1)
+        return torch.stack([run_model(backend, "encoding", model.posterior, view) for view in views], 1)
 
     def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":

@@ -34,8 +34,8 @@ from tests.scripts import (
 
 # Present name of a setting -> the inverse of its conversion; the identity, if it is not here.
 FORMER_VALUE: dict[str, Callable[[Any], Any]] = {"init_logit_scale": lambda value: round(math.exp(value), 6)}
-FORMER_SETTING = {present: former for former, (present, _) in SETTINGS.items()}
-FORMER_WEIGHT = {present: former for former, present in WEIGHTS.items()}
+FORMER_SETTING = {"init_logit_scale": "init_temperature", "normalize_input": "centred"}
+FORMER_WEIGHT = {"logit_scale": "tau", "quantizer.latent_stats": "quantizer.moments"}
 KL = replace(VQGAN, tiny={name: value for name, value in VQGAN.tiny.items() if name != "codebook_size"})
 # Runs with all of these names: flags, of which the former ones have values that are no defaults, as in a config file.
 RUNS: dict[str, tuple[Script, list[str], dict[str, Any]]] = {
@@ -70,12 +70,12 @@ def make_former(folder: Path) -> None:
         save_file(former, path, metadata)
     for path in [path for name in ("config", "settings", "index") for path in folder.rglob(f"{name}.json")]:
         path.write_text(json.dumps(with_former_names(json.loads(path.read_text()))))
-        settings_count += any(f'"{former}"' in path.read_text() for former in SETTINGS)
+        settings_count += any(f'"{former}"' in path.read_text() for former in FORMER_SETTING.values())
     for path in folder.rglob("config.yaml"):
         path.write_text(yaml.safe_dump(with_former_names(yaml.safe_load(path.read_text()))))
     for path in folder.rglob("state.json"):
         edit_checkpoint(path.parent, lambda parts: parts.update(models=with_former_names(parts["models"])))
-        settings_count += any(f'"{former}"' in path.read_text() for former in SETTINGS)
+        settings_count += any(f'"{former}"' in path.read_text() for former in FORMER_SETTING.values())
     assert settings_count or weights_count
 
 

@@ -23,7 +23,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "centred": ("normalize_input", lambda value: value),
 }
 #: Former name of a weight or a buffer in a state dict -> its name.
-WEIGHTS = {"tau": "logit_scale"}
+WEIGHTS = {"tau": "logit_scale", "quantizer.moments": "quantizer.latent_stats"}
 
 
 def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

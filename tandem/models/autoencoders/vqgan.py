@@ -164,7 +164,7 @@ class VQGAN(Autoencoder):
         return self.quantizer.codes(self._encode(images))
 
     @torch.no_grad()
-    def moments(self, images: Tensor) -> Tensor:
+    def posterior(self, images: Tensor) -> Tensor:
         """Means and, behind them, standard deviations of continuous latents of images as for `encode`: fp32
         (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
         check_images(images, self.channels)
@@ -227,7 +227,7 @@ class VQGAN(Autoencoder):
 
     def _measured_scale(self) -> tuple[float, float] | None:
         is_needed = not (self.num_codes or self._arguments["scaling_factor"])
-        return compute_scale(self.quantizer.moments) if is_needed else None
+        return compute_scale(self.quantizer.latent_stats) if is_needed else None
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):

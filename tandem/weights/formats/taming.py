@@ -218,7 +218,7 @@ def _quantizer_state(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
     """The state of our quantizer that a file lacks: training goes on as if one vector had been assigned to each of the
     file's entries."""
     if arguments["quantizer"] != "vq":
-        return {"quantizer.moments": torch.zeros(3)} if arguments["quantizer"] == KL else {}
+        return {"quantizer.latent_stats": torch.zeros(3)} if arguments["quantizer"] == KL else {}
     entries = weights["quantizer.codebook"].float()
     entries = F.normalize(entries, dim=-1) if arguments["vq_cosine"] else entries
     return {
