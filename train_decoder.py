@@ -228,7 +228,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
-        run.warn(missing_metrics_text({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
+        run.say(missing_metrics_text({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
     # A factor of the bits of one sampled level: their mean is then the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.io.reading import counted
-from tandem.io.writing import tell
+from tandem.io.writing import say
 
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
@@ -278,7 +278,7 @@ class Liveness:
             self._verdict = verdict
             self._send_all("end", verdict)
         elif not self._verdict and (wait := self._monitor.waiting_text()):
-            tell(wait)
+            say(wait, unbuffered=True)
 
     def _send_all(self, *message: Any) -> None:
         for member in self._members:

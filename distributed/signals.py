@@ -23,7 +23,7 @@ import torch
 
 from tandem.devices import has_pinned_memory
 from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
-from tandem.io.writing import say, tell
+from tandem.io.writing import say
 
 from .collectives import Communicator, Handle
 
@@ -182,7 +182,8 @@ class Signals:
             elif number == signal.SIGINT:
                 consequence = "; a second Ctrl-C ends it at once, without a save"
             reason = "the launcher is gone" if self._is_orphan() else "asked to stop"
-            tell(f"{reason if number is None else signal.Signals(number).name}: saving before it stops{consequence}")
+            name = reason if number is None else signal.Signals(number).name
+            say(f"{name}: saving before it stops{consequence}", unbuffered=True)
 
     # What a forked process runs.
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tandem.io.exits import FAILED, leave
 from tandem.io.reading import counted
-from tandem.io.writing import WRITER, processor_time, tell
+from tandem.io.writing import WRITER, processor_time, say
 
 from .errors import TrainingStopped, first_line
 from .launchers import Launch
@@ -108,7 +108,8 @@ class Watchdog:
             self._loads_since = math.inf
             if not self._has_reported_loading:
                 self._has_reported_loading = True
-                tell(f"rank {self._rank} has waited for data from its loader processes for {_REPORT_SECONDS:g} s")
+                wait_text = f"has waited for data from its loader processes for {_REPORT_SECONDS:g} s"
+                say(f"rank {self._rank} {wait_text}", unbuffered=True)
 
     def barrier(self) -> None:
         """Return when every process has called this. The others may have hours of work: the watchdog ends no process
@@ -265,7 +266,7 @@ class Watchdog:
             self._condition.notify_all()
         if self._leaving.wait(_UNWINDING_SECONDS) or not self._report_lock.acquire(blocking=False):
             return
-        tell(f"stopped: rank {self._rank}: {verdict}")
+        say(f"stopped: rank {self._rank}: {verdict}", unbuffered=True)
         self.exit_process()
 
     def wait_for_writes(self) -> None:
@@ -273,7 +274,7 @@ class Watchdog:
         for thread in threading.enumerate():
             if thread.name != WRITER:
                 continue
-            tell(f"waiting until what is being written is on the disk: {thread.name}")
+            say(f"waiting until what is being written is on the disk: {thread.name}", unbuffered=True)
             ticks = idle_ticks = 0
             before = processor_time(thread)
             while thread.is_alive() and ticks < self._timeout_ticks and idle_ticks < _IDLE_TICKS:

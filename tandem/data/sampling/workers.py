@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tandem.io.exits import FAILED, CannotGoOn, leave
-from tandem.io.writing import tell
+from tandem.io.writing import say
 
 # Seconds that a worker may take to start, in each attempt; usually it takes milliseconds. A late one is killed.
 _START_TIMEOUTS = (10.0, 20.0, 40.0, 80.0)
@@ -131,7 +131,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
                         main_end.recv_bytes()
                         main_end.send_bytes(b"go on")
                     return popen
-                tell(f"a loader process has not begun within {seconds:g} s, and is started again")
+                say(f"a loader process has not begun within {seconds:g} s, and is started again", unbuffered=True)
                 popen.kill()
                 popen.wait()
         raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
@@ -217,7 +217,7 @@ class _Queue:
             except OSError as error:
                 # If a worker went on, the main process would wait for its batch for ever.
                 if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
-                    tell(_explain_send_failure(error))
+                    say(_explain_send_failure(error), unbuffered=True)
                     leave(FAILED, at_once=True)
                 break
         self._writer.close()
