@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.devices import has_pinned_memory
-from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
+from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, exit_process
 from tandem.io.writing import say
 
 from .collectives import Communicator, Handle
@@ -153,7 +153,7 @@ class Signals:
         self._record(number)  # it may have begun meanwhile
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
-            leave(INTERRUPTED, at_once=True)
+            exit_process(INTERRUPTED, at_once=True)
         # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
         if self._can_save and self._is_root and not self._has_announced and not self._is_explained(patience):
@@ -168,7 +168,7 @@ class Signals:
             return
         if self._is_root:
             say(f"{reason}: stopped before there was anything to save; the same command starts again")
-        leave(ASKED_TO_STOP, at_once=True)
+        exit_process(ASKED_TO_STOP, at_once=True)
 
     def _announce_once(self, number: int | None) -> None:
         """The root prints that it was asked to stop. ``number`` is None if it has received no signal itself."""

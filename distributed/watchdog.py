@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tandem.io.exits import FAILED, leave
+from tandem.io.exits import FAILED, exit_process
 from tandem.io.reading import counted
 from tandem.io.writing import WRITER, processor_time, say
 
@@ -286,7 +286,7 @@ class Watchdog:
         """End this process, which has printed why. It waits for its own writes, but for no other process, as the
         interpreter's exit would through Horovod or NCCL."""
         self.wait_for_writes()
-        leave(FAILED, at_once=True)
+        exit_process(FAILED, at_once=True)
 
 
 def _machine_id() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tandem import __version__
-from tandem.io.exits import MISTAKE, leave
+from tandem.io.exits import MISTAKE, exit_process
 from tandem.io.installed import HOME, IS_INSTALLED, installed_command
 from tandem.io.reading import printable
 from tandem.io.renamed import SETTINGS
@@ -107,7 +107,7 @@ class ArgumentParser(argparse.ArgumentParser):
             time.sleep(_ROOT_DELAY if is_agreed else _OTHERS_DELAY)
         if self._is_root() or not is_agreed:
             self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
-        leave(MISTAKE)
+        exit_process(MISTAKE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         complete(self)

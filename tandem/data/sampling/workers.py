@@ -33,7 +33,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from tandem.io.exits import FAILED, CannotGoOn, leave
+from tandem.io.exits import FAILED, CannotGoOn, exit_process
 from tandem.io.writing import say
 
 # Seconds that a worker may take to start, in each attempt; usually it takes milliseconds. A late one is killed.
@@ -218,7 +218,7 @@ class _Queue:
                 # If a worker went on, the main process would wait for its batch for ever.
                 if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
                     say(_explain_send_failure(error), unbuffered=True)
-                    leave(FAILED, at_once=True)
+                    exit_process(FAILED, at_once=True)
                 break
         self._writer.close()
 
@@ -394,4 +394,4 @@ def _end_with_the_main_process() -> None:
             signal_info = signal.sigtimedwait({signal.SIGTERM}, 0.5)
             if signal_info is not None and signal_info.si_pid == main_process.pid:
                 break
-    leave(0, at_once=True)
+    exit_process(0, at_once=True)
