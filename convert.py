@@ -153,10 +153,10 @@ def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
     from tandem.models.quantizers.gaussian import compute_scale
 
     weights = part.get("weights")
-    moments: Any = weights.get("quantizer.moments") if isinstance(weights, dict) else None
-    if not isinstance(model, dict) or model.get("scaling_factor") or getattr(moments, "shape", None) != (3,):
+    latent_stats: Any = weights.get("quantizer.latent_stats") if isinstance(weights, dict) else None
+    if not isinstance(model, dict) or model.get("scaling_factor") or getattr(latent_stats, "shape", None) != (3,):
         return model
-    scaling_factor, shift_factor = compute_scale(moments) or (None, None)
+    scaling_factor, shift_factor = compute_scale(latent_stats) or (None, None)
     return {**model, "scaling_factor": scaling_factor, "shift_factor": shift_factor}
 
 

@@ -325,7 +325,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.data.stores.output import json_bytes, sha256_of
     from tandem.devices import moment, on_host, seconds_between
     from tandem.io.fetching import fetch_file
-    from tandem.io.published import INCEPTION, PUBLISHED, weights_of
+    from tandem.io.published import INCEPTION, PUBLISHED, load_published_weights
     from tandem.io.writing import write_atomically
     from tandem.models.features.i3d import I3D_DIM, i3d_features
     from tandem.models.features.lpips import load_lpips
@@ -345,7 +345,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         weights_sha256 = sha256_of([Path(weights)]) if weights else None
         network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
         if args.fid_weights:
-            network = fid.Inception(weights_of(INCEPTION, str(weights), heartbeat), device)
+            network = fid.Inception(load_published_weights(INCEPTION, str(weights), heartbeat), device)
         backend.heartbeat("listing the samples", is_uninterrupted=True)
         samples = open_samples(args)
         trained_on, lines = compare_with_training(args, samples) if backend.is_root else ({}, [])

@@ -150,7 +150,7 @@ class UnetTraining:
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from tandem.data.sets import decoder_feed, widths_of
-    from tandem.io.published import INCEPTION, weights_of
+    from tandem.io.published import INCEPTION, load_published_weights
     from tandem.models import Decoder
     from tandem.models.features.clip import Clip, with_embeddings
     from tandem.models.features.lpips import load_lpips
@@ -179,7 +179,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         decoder = build_model(args, widths, clip.origin if clip else None, backend.say).to(backend.device)
         lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, heartbeat)
         inception = (
-            Inception(weights_of(INCEPTION, args.fid_weights, heartbeat), backend.device) if args.fid_weights else None
+            Inception(load_published_weights(INCEPTION, args.fid_weights, heartbeat), backend.device)
+            if args.fid_weights
+            else None
         )
         unet_numbers = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in unet_numbers}
@@ -228,7 +230,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
-        run.warn(missing_metrics_text({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
+        run.say(missing_metrics_text({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
     # The factor `timesteps` makes the mean over sampled levels the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps

@@ -186,7 +186,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("encode.py", "--video_folder", data_path(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan.lecam, ema=ema)
-    run.warn(None if run.is_complete else perceptual_loss_warning(args))
+    run.say(None if run.is_complete else perceptual_loss_warning(args))
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)

@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     from tandem.data.feed import to_unit_range
     from tandem.data.sets import image_data
-    from tandem.io.published import INCEPTION, weights_of
+    from tandem.io.published import INCEPTION, load_published_weights
     from tandem.models import VQGAN
     from tandem.models.features.lpips import load_lpips, load_perceptual
     from tandem.training.ema import make_ema
@@ -126,7 +126,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         )
         lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, heartbeat)
         inception = (
-            Inception(weights_of(INCEPTION, args.fid_weights, heartbeat), backend.device) if args.fid_weights else None
+            Inception(load_published_weights(INCEPTION, args.fid_weights, heartbeat), backend.device)
+            if args.fid_weights
+            else None
         )
     feed = image_data(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
@@ -180,7 +182,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
              f"{args.output_dir}/{outputs}"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan.lecam, ema=ema)
-    run.warn(None if run.is_complete else perceptual_loss_warning(args))
+    run.say(None if run.is_complete else perceptual_loss_warning(args))
 
     total_steps = run.progress.total_steps
     with_warmup = partial(schedules.with_warmup, args.lr_schedule, lowest=0.1)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.io.reading import counted
-from tandem.io.writing import tell
+from tandem.io.writing import say
 
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost; torchrun kills 30 s after it noticed the loss
@@ -277,7 +277,7 @@ class HeartbeatServer:
             self._verdict = verdict
             self._send_all("end", verdict)
         elif not self._verdict and (waiting_text := self._monitor.waiting_text()):
-            tell(waiting_text)
+            say(waiting_text, unbuffered=True)
 
     def _send_all(self, *message: Any) -> None:
         for peer in self._peers:

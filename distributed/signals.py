@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.devices import has_pinned_memory, start_copy_to_host
-from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
-from tandem.io.writing import say, tell
+from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, exit_process
+from tandem.io.writing import say
 
 from .collectives import Communicator, Handle
 
@@ -154,7 +154,7 @@ class Signals:
         self._record(number)  # again: saving may have been enabled meanwhile
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
-            leave(INTERRUPTED, at_once=True)
+            exit_process(INTERRUPTED, at_once=True)
         # torchrun and horovodrun send SIGTERM if a process is lost: then nothing can be saved.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
         if self._can_save and self._is_root and not self._has_announced and not self._is_explained(patience):
@@ -169,7 +169,7 @@ class Signals:
             return
         if self._is_root:
             say(f"{reason}: stopped before there was anything to save; the same command starts again")
-        leave(ASKED_TO_STOP, at_once=True)
+        exit_process(ASKED_TO_STOP, at_once=True)
 
     def _announce_once(self, number: int | None) -> None:
         """Print that the run was asked to stop, on the root. ``number`` is None if it has received no signal itself."""
@@ -183,7 +183,8 @@ class Signals:
             elif number == signal.SIGINT:
                 consequence = "; a second Ctrl-C ends it at once, without a save"
             reason = "the launcher is gone" if self._is_orphan() else "asked to stop"
-            tell(f"{reason if number is None else signal.Signals(number).name}: saving before it stops{consequence}")
+            name = reason if number is None else signal.Signals(number).name
+            say(f"{name}: saving before it stops{consequence}", unbuffered=True)
 
     # What a forked process runs.
 

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tandem.io.exits import FAILED, leave
+from tandem.io.exits import FAILED, exit_process
 from tandem.io.reading import counted
-from tandem.io.writing import WRITER, processor_time, tell
+from tandem.io.writing import WRITER, processor_time, say
 
 from .errors import TrainingStopped, first_line
 from .heartbeat_monitor import TICK_SECONDS, HeartbeatServer, enable_keepalive, encode_message
@@ -110,7 +110,8 @@ class Watchdog:
             self._loads_since = math.inf
             if not self._has_reported_loading:
                 self._has_reported_loading = True
-                tell(f"rank {self._rank} has waited for data from its loader processes for {_REPORT_SECONDS:g} s")
+                wait_text = f"has waited for data from its loader processes for {_REPORT_SECONDS:g} s"
+                say(f"rank {self._rank} {wait_text}", unbuffered=True)
 
     def barrier(self) -> None:
         """Return when every process has called this. There is no time limit as long as the others make progress.
@@ -262,7 +263,7 @@ class Watchdog:
             self._condition.notify_all()
         if self._leaving.wait(_UNWINDING_SECONDS) or not self._report_lock.acquire(blocking=False):
             return
-        tell(f"stopped: rank {self._rank}: {verdict}")
+        say(f"stopped: rank {self._rank}: {verdict}", unbuffered=True)
         self.exit_process()
 
     def wait_for_writes(self) -> None:
@@ -270,7 +271,7 @@ class Watchdog:
         for thread in threading.enumerate():
             if thread.name != WRITER:
                 continue
-            tell(f"waiting until what is being written is on the disk: {thread.name}")
+            say(f"waiting until what is being written is on the disk: {thread.name}", unbuffered=True)
             ticks = idle_ticks = 0
             previous = processor_time(thread)
             while thread.is_alive() and ticks < self._timeout_ticks and idle_ticks < _IDLE_TICKS:
@@ -283,7 +284,7 @@ class Watchdog:
         """End this process, which has printed why, after its own writes. The interpreter's exit would wait for other
         processes too, through Horovod or NCCL."""
         self.wait_for_writes()
-        leave(FAILED, at_once=True)
+        exit_process(FAILED, at_once=True)
 
 
 def _machine_id() -> str:

@@ -70,7 +70,7 @@ def run_dry(
         total_seconds += action_seconds["validation"] * (split / validated if validated < split else 0)
     hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{hint}")
-    run.warn(_utilization(run, kinds[seconds.index(per_update)], per_update))
+    run.say(_utilization(run, kinds[seconds.index(per_update)], per_update))
     run.say("; ".join(f"{name} {timing:.3g} s" for name, timing in action_seconds.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
     memory = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(p[name] for p in peaks):.3g} GB" for name in peaks[0])

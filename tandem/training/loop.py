@@ -77,13 +77,13 @@ def updates(
     for evaluation in evaluations:
         if evaluation.best:
             evaluation.best.catch_up(run.progress.step, run.previous_evaluation)
-            run.warn(evaluation.best.failure)
+            run.say(evaluation.best.failure)
     if run.is_complete:
         run.close()
         return
     feed = run.feed
     run.say(f"{feed.summary()}; {run.length}")
-    run.warn(feed.skipped)
+    run.say(feed.skipped)
     batch = feed.start(run.progress.samples)
     samples = feed.preview(preview)
 
@@ -169,7 +169,7 @@ def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, 
         run.write_line({**line, "bad_samples": run.feed.bad_samples.count})
         for evaluation in evaluations:
             for warning in evaluation.watch(run.progress.step, line):
-                run.warn(warning)
+                run.say(warning)
 
 
 def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
@@ -202,7 +202,7 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
         with final_weights(evaluation.engine, evaluation.average) as model:
             step, write_model = run.progress.step, partial(run.write_slowly, "the best model", partial(write, model))
             best.save_if_better(values, step, write_model, run.folder.check_is_here)
-        run.warn(best.failure)
+        run.say(best.failure)
     if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
         run.feed.sees_whole_split = True
         values |= _validate_versions(run, evaluation, "valid_whole")

@@ -216,10 +216,10 @@ class Run:
         self.display.remember(self.tracker.last_validation)
         for line in messages:
             self.say(line)
-        self.warn(self.args.config_note)
+        self.say(self.args.config_note)
         self.say(processes.summary())
-        self.warn(batch_arithmetic(self.args, processes.world_size))
-        self.warn(", ".join(filter(None, map(describe_part, parts.values()))))
+        self.say(batch_arithmetic(self.args, processes.world_size))
+        self.say(", ".join(filter(None, map(describe_part, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
@@ -248,9 +248,10 @@ class Run:
         """Whether the run is trained to its end and its model written."""
         return self.progress.finished and self.folder.finished_step == self.progress.step
 
-    def say(self, text: str) -> None:
-        """Print one line on the root's terminal."""
-        self.display.say(text)
+    def say(self, text: str | None) -> None:
+        """Print one line on the root's terminal, unless it is None or empty."""
+        if text:
+            self.display.say(text)
 
     def line(self) -> dict[str, Any]:
         """The values that `add` and `log` recorded for the newest update, the number of skipped updates and the waits;
@@ -258,11 +259,6 @@ class Run:
         if not self.progress.due(self.args.log_every_n_steps):
             return {}
         return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
-
-    def warn(self, text: str | None) -> None:
-        """Print the text with `say`, unless it is None or empty."""
-        if text:
-            self.say(text)
 
     def advance(self) -> None:
         """Count a completed update. The first one has made the optimizers' moments: allocate pinned memory for the

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.io.reading import READ_ERRORS, error_text, parse_json
+from tandem.io.renamed import rename_weights
 from tandem.io.writing import delete, replacing, sync
 from tandem.training.power_function import Profile, coefficients, exponent_of
 
@@ -163,7 +164,7 @@ def _open_average(path: Path) -> _AverageFile:
 
 def _read(path: Path) -> dict[str, Tensor]:
     with _one_line_errors(path):
-        return load_file(path)
+        return rename_weights(load_file(path))
 
 
 @contextmanager

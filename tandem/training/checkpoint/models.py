@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.io.renamed import rename_settings
+
 from .format import Tree, damage_error, read_checkpoint
 
 #: The name of the part.
@@ -61,7 +63,7 @@ def read_descriptions(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict
         )
     if not models or not all(isinstance(m, dict) and isinstance(m.get("model"), str) for m in models.values()):
         raise ValueError(f"cannot read the checkpoint {folder}: it does not say what its models are")
-    return models
+    return {name: rename_settings(description) for name, description in models.items()}
 
 
 def read_model(folder: Path, which: str = "best", name: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.fields import identity
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
+from tandem.io.renamed import rename_settings
 from tandem.io.writing import acquire_lock, move_aside, other_holder, write_atomically
 from tandem.training.checkpoint.listing import latest_checkpoint, unseen_folder_message
 
@@ -221,7 +222,7 @@ def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[
 
 def _read_config(folder: Path) -> dict[str, Any]:
     saved = read_yaml(folder / "config.yaml")
-    return saved if isinstance(saved, dict) else {}
+    return rename_settings(saved) if isinstance(saved, dict) else {}
 
 
 def _read_resumed_config(folder: Path) -> dict[str, Any]:
