@@ -167,5 +167,5 @@ def test_every_present_name_is_one_of_a_setting_or_a_weight() -> None:
     """The table would rename to nothing else."""
     parsers = [script.module.build_parser() for script in SCRIPTS.values()]
     assert all(any(parser.has_flags([present]) for parser in parsers) for present, _ in SETTINGS.values())
-    formats = json.loads((ROOT / "tests" / "models" / "files" / "formats.json").read_text())
+    formats = json.loads((ROOT / "tests" / "models" / "formats.json").read_text())
     assert all(any(present in weights for weights in formats.values()) for present in WEIGHTS.values())
