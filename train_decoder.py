@@ -150,7 +150,6 @@ class UnetTraining:
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from tandem.data.sets import decoder_feed, widths_of
-    from tandem.io.published import INCEPTION, weights_of
     from tandem.models import Decoder
     from tandem.models.features.clip import Clip, with_embeddings
     from tandem.models.features.lpips import load_lpips
@@ -159,45 +158,48 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.evaluation import Action, Evaluation, final_model
     from tandem.training.generation import Generation, sampling_example
     from tandem.training.loop import updates
-    from tandem.training.metrics.fid import Inception
+    from tandem.training.metrics.fid import load_inception
     from tandem.training.metrics.generation import GenerationQuality, missing_metrics_text
     from tandem.training.metrics.unets import UnetErrors
     from tandem.training.run import Run
     from tandem.training.run_folder.best import BestModel
 
+    processes, device = backend.processes, backend.processes.device
+
     condition_flags = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
-    with backend.raise_on_all_ranks():
-        heartbeat = partial(backend.heartbeat, "fetching weights")
-        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, heartbeat) if args.clip else None
+    with processes.raise_on_all_ranks():
+        heartbeat = partial(processes.heartbeat, "fetching weights")
+        clip = Clip.from_file(args.clip, args.clip_weights, device, heartbeat) if args.clip else None
     embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
     feed: Any = decoder_feed(
-        args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
+        args, processes, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **condition_flags,
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
-    with backend.raise_on_all_ranks():
-        decoder = build_model(args, widths, clip.origin if clip else None, backend.say).to(backend.device)
-        lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, heartbeat)
-        inception = (
-            Inception(weights_of(INCEPTION, args.fid_weights, heartbeat), backend.device) if args.fid_weights else None
-        )
+    with processes.raise_on_all_ranks():
+        decoder = build_model(args, widths, clip.origin if clip else None, processes.say).to(device)
+        lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], device, heartbeat)
+        inception = load_inception(args.fid_weights, device, heartbeat)
         unet_numbers = args.train_unets or range(1, len(decoder.unets) + 1)
-        unets = {number: UnetTraining(args, decoder, number, backend.device) for number in unet_numbers}
+        unets = {number: UnetTraining(args, decoder, number, device) for number in unet_numbers}
     columns = [*(f"unet{number}/error" for number in unet_numbers), *COLUMNS]
     run = Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
 
     generation = Generation(
-        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(args), backend, args.seed,
+        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(args), processes,
+        args.seed, backend.autocast,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
     ema = make_ema(cascade, args.ema_decay, args.ema_power, cascade.parts)
     metric = final_metric(ema, "loss")
-    best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
+    best = BestModel(
+        run.folder.path, processes.is_root, metric=metric, lowest=True, broadcast=processes.broadcast_object
+    )
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         """Errors of the trained Unets over the validation split, and by quarter of the noise."""
-        errors = UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, backend.device)
+        errors = UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, device)
         was_training = model.training
         model.eval()
         for batch in feed.validation():
@@ -206,12 +208,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 network = backend.autocast()(model.unets[number - 1])  # as an engine does: the loss stays outside
                 errors.add(number, *unet.validation_errors(network, embedded, len(feed.validated)))
         model.train(was_training)
-        return errors.result(backend.sum)
+        return errors.result(processes.sum)
 
     def evaluate_pictures() -> dict[str, float]:
         """The quality of the pictures that the kept weights draw."""
         quality = GenerationQuality(
-            backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
+            device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
         with final_weights(cascade, ema) as model:
             values = generation.measure(model, args.n_evaluation_samples, quality, clip)
@@ -243,7 +245,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 loss, error = (losses.weighted + vb_weight * losses.bits).mean(), losses.error.mean()
                 engine.backward(loss)
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
-            last_updates[number] = update = engine.step()
+            last_updates[number] = update = engine.step(with_norm=run.is_line_due)
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
         run.log(lr=engines[min(engines)].lr, grad_norm=sum(last.grad_norm**2 for last in last_updates.values()) ** 0.5)
         ema.update(*(last_updates[number].skipped for number in engines))

@@ -136,13 +136,13 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
 def evaluate(
     embedder: Embedder, feed: TrainingData, contrastive: Contrastive, templates: Sequence[str],
-    backend: distributed.Backend,
+    processes: distributed.ProcessGroup,
 ) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
     from tandem.training.metrics.averages import Averages
     from tandem.training.metrics.retrieval import RetrievalQuality, class_embeddings, prompts
 
-    quality, losses = RetrievalQuality(backend.device), Averages("loss", device=backend.device)
+    quality, losses = RetrievalQuality(processes.device), Averages("loss", device=processes.device)
     for batch in feed.validation():
         out = embedder.pairs(batch)
         # The loss is that of the batch of all processes. Each weights it by its own number of sounds.
@@ -150,10 +150,11 @@ def evaluate(
         losses.add(loss=result.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
         quality.add(out.audio[:, 0], embedder.texts(texts), batch["all_captions"], batch["labels"])
-    values = {**losses.result(backend.sum), **quality.result(backend, heartbeat=lambda: backend.heartbeat("ranking"))}
-    if classes := quality.classes(backend):
+    heartbeat = partial(processes.heartbeat, "ranking")
+    values = {**losses.result(processes.sum), **quality.result(processes, heartbeat=heartbeat)}
+    if classes := quality.classes(processes):
         class_vectors = class_embeddings(embedder.texts(prompts(classes, templates)), len(templates))
-        values |= quality.zero_shot(backend, classes, class_vectors)
+        values |= quality.zero_shot(processes, classes, class_vectors)
     return values
 
 
@@ -182,31 +183,33 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.run import Run
     from tandem.training.run_folder.best import BestModel
 
-    with backend.raise_on_all_ranks():
+    processes, device = backend.processes, backend.processes.device
+
+    with processes.raise_on_all_ranks():
         tokenizer = open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
-        model = build_model(args, tokenizer).to(backend.device)
+        model = build_model(args, tokenizer).to(device)
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
-    feed = sound_feed(args, backend, tokenizer)
+    feed = sound_feed(args, processes, tokenizer)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = make_ema(engine, args.ema_decay, args.ema_power)
     contrastive = Contrastive(
-        args.loss, backend, mask_duplicates=args.duplicates == "masked", is_replicated=args.batch_parts > 0
+        args.loss, processes, mask_duplicates=args.duplicates == "masked", is_replicated=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
     best_metric, tie_metric = final_metric(ema, "r10"), final_metric(ema, "loss")
     best = BestModel(
-        run.folder.path, backend.is_root, metric=best_metric, loss=tie_metric, broadcast=backend.broadcast_object
+        run.folder.path, processes.is_root, metric=best_metric, loss=tie_metric, broadcast=processes.broadcast_object
     )  # fmt: skip
-    rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
-    embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
+    rows = args.batch_size // (processes.world_size * backend.grad_accum_steps)  # per forward pass, as in training
+    embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=device, precision=backend.autocast)
 
     def inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
-        patch_noise = noise.uniform(run.progress.step, micro_batch["positions"], (model.noise_size,), backend.device)
+        patch_noise = noise.uniform(run.progress.step, micro_batch["positions"], (model.noise_size,), device)
         texts = text_inputs(micro_batch["tokens"], micro_batch["lengths"])
-        keys = dropout.keys(run.progress.step, micro_batch["positions"], backend.device) if model.has_dropout else None
+        keys = dropout.keys(run.progress.step, micro_batch["positions"], device) if model.has_dropout else None
         return {"waveforms": micro_batch["waveforms"], **texts, "noise": patch_noise, "keys": keys}
 
     def write(module: MuLaN, folder: Path) -> None:
@@ -217,12 +220,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     alarm = CollapseAlarm(after_steps=schedules.limit_warmup(args.lr_warmup_steps, total_steps))
     evaluation = Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
-        validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
+        validate=lambda model, step: evaluate(embedder(model), feed, contrastive, args.zero_shot_templates, processes),
         draw=lambda models, samples, step: picture(embedder(final_model(models)), samples, args.num_sounds_shown),
         use=("embed.py", "--audio", data_path(args, "audio_data"), "--output", f"{args.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
-    with backend.raise_on_all_ranks():
+    with processes.raise_on_all_ranks():
         if run.is_root and not run.is_complete:
             tokenizer.save(run.folder.path)  # the next start reads this one
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)
@@ -233,12 +236,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     for step, batch in updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
         engine.lr = with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        cache = GradCache(engine, backend, contrastive, batch, inputs)
+        cache = GradCache(engine, processes, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):
             out = engine(**inputs(micro_batch))
             loss = cache.surrogate_loss(out, micro_batch["caption_ids"])  # of the whole batch
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
-        update = engine.step()
+        update = engine.step(with_norm=run.is_line_due)
         ema.update(update.skipped)
         run.log(update, **contrastive.metrics(cache.result))
 

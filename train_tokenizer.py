@@ -106,21 +106,23 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     from tandem.devices import to_device
 
+    processes, device = backend.processes, backend.processes.device
+
     peak, discr_betas = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas
-    with backend.raise_on_all_ranks():
-        generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        heartbeat = partial(backend.heartbeat, "fetching weights")
-        options = {"side": args.image_size, "device": backend.device, "heartbeat": heartbeat}
+    with processes.raise_on_all_ranks():
+        generator, discriminator = build_model(args).to(device), build_discriminator(args).to(device)
+        heartbeat = partial(processes.heartbeat, "fetching weights")
+        options = {"side": args.image_size, "device": device, "heartbeat": heartbeat}
         perceptual = models.load_perceptual(args.perceptual, args.perceptual_weights, **options)
         lpips = models.load_lpips(args.lpips_weights, **options)
-        i3d = models.i3d_features(args.fvd_weights, args.num_frames, backend.device)
+        i3d = models.i3d_features(args.fvd_weights, args.num_frames, device)
         make_optimizer = partial(training.make_optimizer, weight_decay=args.weight_decay, lion=args.use_lion)
         optimizer = make_optimizer(generator, args.learning_rate, args.betas)
         discr_optimizer = make_optimizer(discriminator, peak, discr_betas)
-    feed = data.video_data(args, backend)
+    feed = data.video_data(args, processes)
     networks = {"generator": generator, "discriminator": discriminator}
     run = training.Run(args, settings, backend, feed, models=networks, columns=COLUMNS)
-    generator.quantizer.connect(backend)
+    generator.quantizer.connect(processes)
     in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
     ema, noise = training.make_ema(tokenizer, args.ema_decay, args.ema_power), training.Noise(args.seed, "frame")
@@ -132,7 +134,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     def sample_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         """A frame of each clip, for the losses that judge single frames."""
         shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
-        return {"frames": to_device((shares * micro["videos"].shape[2]).long(), backend.device)}
+        return {"frames": to_device((shares * micro["videos"].shape[2]).long(), device)}
 
     def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         pixel_error = pixel_loss(fake, videos)
@@ -143,8 +145,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return loss, {"recon_loss": pixel_error, "perceptual_loss": perceptual_error}
 
     def validate(model: models.VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
-        quality = training.VideoQuality(model.num_codes, args.num_frames, backend.device, ["recon_loss"], lpips, i3d)
-        return training.evaluate_autoencoder(model, map(videos_of, feed.validation()), pixel_loss, quality, backend.sum)
+        quality = training.VideoQuality(model.num_codes, args.num_frames, device, ["recon_loss"], lpips, i3d)
+        return training.evaluate_autoencoder(
+            model, map(videos_of, feed.validation()), pixel_loss, quality, processes.sum
+        )
 
     def draw(versions: Mapping[str, models.VideoTokenizer], samples: Mapping[str, Any], step: int) -> training.Sample:
         clips = videos_of(samples)
@@ -152,7 +156,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     pixel_loss = F.l1_loss if args.l1_recon_loss else F.mse_loss
     gan_loss = training.GANLoss(
-        args, tokenizer, discr, backend, images=videos_of, loss_inputs=sample_frames,
+        args, tokenizer, discr, processes, images=videos_of, loss_inputs=sample_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     evaluation = training.Evaluation(
@@ -180,13 +184,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
-        update = tokenizer.step()
+        update = tokenizer.step(with_norm=run.is_line_due)
         generator.quantizer.after_step(step, args.seed, update.skipped)
         ema.update(update.skipped)
         run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])
         if gan_loss.is_adversarial(step):
-            run.log(discr_grad_norm=gan_loss.update_discriminator(batch, step, fakes).grad_norm)
+            discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
+            run.log(discr_grad_norm=discr_update.grad_norm)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

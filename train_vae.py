@@ -111,9 +111,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.visuals.images import code_histogram, grid
     from tandem.weights.formats.dalle import save_dalle
 
-    with backend.raise_on_all_ranks():  # if this fails on one process, all end
-        model = build_model(args).to(backend.device)
-    feed = image_data(args, backend, model.channels)
+    processes, device = backend.processes, backend.processes.device
+
+    with processes.raise_on_all_ranks():  # if this fails on one process, all end
+        model = build_model(args).to(device)
+    feed = image_data(args, processes, model.channels)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
@@ -126,13 +128,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: DiscreteVAE, step: int) -> dict[str, float | Image.Image]:
         """Noise-free loss, quality of hard reconstructions, and a picture of how often each code was chosen."""
-        quality = ReconstructionQuality(model.num_tokens, backend.device)
+        quality = ReconstructionQuality(model.num_tokens, device)
         for batch in feed.validation():
             images = to_unit_range(batch["images"])
             codes = model.get_codebook_indices(images)
             loss = objective(model(images, temperature=temperature_of(step)))
             quality.add(images, model.decode(codes), codes, loss=loss)
-        values, counts = quality.result(backend.sum)
+        values, counts = quality.result(processes.sum)
         return {**values, "codes": code_histogram(counts)}
 
     def draw(models: Mapping[str, DiscreteVAE], samples: Batch, step: int) -> Image.Image:
@@ -155,13 +157,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
         for micro_batch in vae.micro_batches(batch):
             images = to_unit_range(micro_batch["images"])
-            gumbel = noise.gumbel(step, micro_batch["positions"], model.noise_shape, backend.device)
+            gumbel = noise.gumbel(step, micro_batch["positions"], model.noise_shape, device)
             out = vae(images, noise=gumbel, temperature=temperature, with_codes=run.are_codes_due)
             loss = objective(out)
             vae.backward(loss)
             codes += [] if out.codes is None else [out.codes]
             run.add(loss=loss, recon_loss=out.recon_loss, kl=out.kl)
-        update = vae.step()
+        update = vae.step(with_norm=run.is_line_due)
         ema.update(update.skipped)
         run.log_codes(codes, model.num_codes)
         run.log(update, temperature=temperature)

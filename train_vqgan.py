@@ -95,19 +95,21 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     import torch
     from torch.nn import functional as F
 
-    with backend.raise_on_all_ranks():
-        generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        heartbeat = partial(backend.heartbeat, "fetching weights")
-        inception = training.load_inception(args.fid_weights, backend.device, heartbeat)
-        options = {"side": args.image_size, "device": backend.device, "heartbeat": heartbeat}
+    processes, device = backend.processes, backend.processes.device
+
+    with processes.raise_on_all_ranks():
+        generator, discriminator = build_model(args).to(device), build_discriminator(args).to(device)
+        heartbeat = partial(processes.heartbeat, "fetching weights")
+        inception = training.load_inception(args.fid_weights, device, heartbeat)
+        options = {"side": args.image_size, "device": device, "heartbeat": heartbeat}
         perceptual = models.load_perceptual(args.perceptual, args.perceptual_weights, **options)
         lpips = models.load_lpips(args.lpips_weights, **options)
-    feed = data.image_data(args, backend)
+    feed = data.image_data(args, processes)
     networks = {"generator": generator, "discriminator": discriminator}
     columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
     run = training.Run(args, settings, backend, feed, models=networks, columns=columns)
 
-    generator.quantizer.connect(backend)
+    generator.quantizer.connect(processes)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     trainable = [weight for weight in generator.parameters() if weight.requires_grad]
     vqgan = backend.wrap(generator, adam(trainable, betas=args.betas), name="generator")
@@ -130,8 +132,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return recon + args.perceptual_loss_weight * distance, {"recon_loss": recon, "perceptual_loss": distance}
 
     def validate(model: models.VQGAN, step: int) -> dict[str, float | Image.Image]:
-        quality = training.ReconstructionQuality(model.num_codes, backend.device, ["recon_loss"], lpips, inception)
-        return training.evaluate_autoencoder(model, map(images_of, feed.validation()), pixel_loss, quality, backend.sum)
+        quality = training.ReconstructionQuality(model.num_codes, device, ["recon_loss"], lpips, inception)
+        return training.evaluate_autoencoder(
+            model, map(images_of, feed.validation()), pixel_loss, quality, processes.sum
+        )
 
     def draw(versions: Mapping[str, models.VQGAN], samples: Mapping[str, Any], step: int) -> Image.Image:
         images = images_of(samples)
@@ -140,10 +144,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     def sample_noise(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         is_sampled = args.quantizer == KL and args.latent == "sample"
         shape = generator.latent_shape(args.image_size)
-        return {"noise": noise.normal(step, micro["positions"], shape, backend.device)} if is_sampled else {}
+        return {"noise": noise.normal(step, micro["positions"], shape, device)} if is_sampled else {}
 
     gan_loss = training.GANLoss(
-        args, vqgan, discr, backend, images=images_of, generator_inputs=sample_noise,
+        args, vqgan, discr, processes, images=images_of, generator_inputs=sample_noise,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
@@ -175,7 +179,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
-        update = vqgan.step()
+        update = vqgan.step(with_norm=run.is_line_due)
         generator.quantizer.after_step(step, args.seed, update.skipped)
         ema.update(update.skipped)
         if generator.num_codes:
@@ -183,7 +187,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             run.log(entropy_loss_weight=weights["entropy"])
         run.log(update)
         if gan_loss.is_adversarial(step):
-            run.log(discr_grad_norm=gan_loss.update_discriminator(batch, step, fakes).grad_norm)
+            discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
+            run.log(discr_grad_norm=discr_update.grad_norm)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -43,17 +43,18 @@ def start_training(
     settings, backend)``. The settings name the commit of a model of the Hub, which config.yaml then records. A resumed
     run does not look for the model: it keeps its architecture and origin, and ``train`` gets no ``init_from``."""
 
-    def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
-        resumed, source = read_config_to_resume(args, backend), args.init_from
-        origin = fetch_model(source, backend) if resumed is None else resumed.get("init_from")
+    def start(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+        processes, source = backend.processes, args.init_from
+        resumed = read_config_to_resume(args, processes)
+        origin = fetch_model(source, processes) if resumed is None else resumed.get("init_from")
         if source:
-            with backend.raise_on_all_ranks():
+            with processes.raise_on_all_ranks():
                 if resumed is None:
                     lines = adopt_architecture(parser, args)
                 else:
                     lines = restore_architecture(parser, args, resumed)
             for line in lines:
-                backend.say(line)
+                processes.say(line)
             settings = parser.settings(args)
         if resumed is not None:
             args.init_from, args.resumed = None, resumed
@@ -162,7 +163,7 @@ def describe_model(path: str | Path) -> dict[str, Any]:
         return {**description, **extras}
 
 
-def fetch_model(name: str | None, backend: Any) -> str | None:
+def fetch_model(name: str | None, processes: distributed.ProcessGroup) -> str | None:
     """Fetch the same commit of a model for all processes: the root asks the Hub for the commit, then one process of
     each machine downloads it, and the others find it in the cache. Where the root finds a local path of this name, no
     process asks the Hub. Collective.
@@ -178,18 +179,18 @@ def fetch_model(name: str | None, backend: Any) -> str | None:
     from .weights import hub
 
     pinned_name, is_on_hub = name, False
-    with backend.raise_on_all_ranks():
-        if backend.is_root and (is_on_hub := hub.is_on_hub(name)):
+    with processes.raise_on_all_ranks():
+        if processes.is_root and (is_on_hub := hub.is_on_hub(name)):
             model, _ = hub.split(name) or (name, None)
-            backend.heartbeat("downloading the model", is_uninterrupted=True)
+            processes.heartbeat("downloading the model", is_uninterrupted=True)
             pinned_name = f"{model}@{hub.download(name).name}"
-    pinned_name, is_on_hub = backend.broadcast_object([pinned_name, is_on_hub])
+    pinned_name, is_on_hub = processes.broadcast_object([pinned_name, is_on_hub])
     if not is_on_hub:
         hub.use(name, Path(name))
         return name
     for is_first in (True, False):
-        with backend.raise_on_all_ranks():
-            if (backend.local_rank == 0) == is_first:
-                backend.heartbeat("downloading the model", is_uninterrupted=True)
+        with processes.raise_on_all_ranks():
+            if (processes.local_rank == 0) == is_first:
+                processes.heartbeat("downloading the model", is_uninterrupted=True)
                 hub.use(name, hub.download(pinned_name))
     return pinned_name

@@ -25,7 +25,7 @@ from .sampling import order
 from .sources import remote
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 Batch = dict[str, Any]  # see `TrainingData`; of what fields give, every entry has one element per sample
 _SAMPLES_PER_VALID_SAMPLE = 10  # training samples between validations per sample of one, by default
@@ -57,7 +57,7 @@ class TrainingData:
         self,
         open_samples: Callable[[], SampleDataset],
         args: argparse.Namespace,
-        processes: Backend,
+        processes: ProcessGroup,
         *,
         noun: str,
         source: str,

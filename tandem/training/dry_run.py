@@ -79,7 +79,7 @@ def run_dry(
 def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
     """The operations of an update and their share of what the devices could do; None if not counted. Collective."""
     processes = run.processes
-    device, precision = processes.device, processes.options.precision
+    device, precision = processes.device, run.backend.options.precision
     flops = processes.sum({"flops": run.operations.flops_of(kind)})["flops"]
     if math.isnan(flops):
         return None

@@ -76,13 +76,14 @@ class Run:
         self,
         args: argparse.Namespace,
         settings: Mapping[str, Any],
-        processes: Backend,
+        backend: Backend,
         feed: TrainingData,
         *,
         models: Mapping[str, Any],
         columns: Sequence[str] = (),
     ) -> None:
-        self.args, self._settings, self.processes, self.feed = args, settings, processes, feed
+        self.args, self._settings, self.backend, self.feed = args, settings, backend, feed
+        self.processes = processes = backend.processes
         self._model_descriptions, self._columns = Models(models), columns
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
@@ -98,7 +99,7 @@ class Run:
                 self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
             )
         size = feed.samples_per_epoch
-        total_steps = processes.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
+        total_steps = backend.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
         self._length_flag, self.length = describe_length(
             args.epochs, args.max_steps, size, args.batch_size, args.max_minutes
         )
@@ -124,10 +125,16 @@ class Run:
             is_compiled=args.compile, is_unknown=args.compile and getattr(args, "gradient_checkpointing", False)
         )
         self._metrics = Metrics(
-            args.log_every_n_steps, self.progress, processes, self.clock, self.operations, histogram_interval
+            args.log_every_n_steps,
+            self.progress,
+            processes,
+            backend.grad_accum_steps,
+            self.clock,
+            self.operations,
+            histogram_interval,
         )
         #: Operations per second that the devices of all processes could make; None: that is not known.
-        self.peak = peak_of_all(processes)
+        self.peak = peak_of_all(processes, backend.options.precision)
         # For the updates of the scripts.
         self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
 
@@ -208,7 +215,7 @@ class Run:
         self._resumed_step = self.progress.step
         with processes.raise_on_all_ranks():
             if processes.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
-                start = {"script": self.args.script, "step": self.progress.step, **processes.describe()}
+                start = {"script": self.args.script, "step": self.progress.step, **self.backend.describe()}
                 start["data_fingerprint"] = self.feed.first.fingerprint
                 changed_flags = self.folder.begin(self._settings, start)
                 self.checkpoints.undeleted += self._averages.cut_back(self.progress.step)
@@ -222,14 +229,14 @@ class Run:
         for line in messages:
             self.say(line)
         self.warn(self.args.config_note)
-        self.say(processes.summary())
+        self.say(self.backend.summary())
         self.warn(batch_arithmetic(self.args, processes.world_size))
         self.warn(", ".join(filter(None, map(describe_part, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
             self.say(f"resumed from {latest}")
-            for line in changes(written_by, processes.describe()):
+            for line in changes(written_by, self.backend.describe()):
                 self.say(line)
             for name, (old, new) in changed_flags.items():
                 self.say(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
@@ -353,7 +360,7 @@ class Run:
             self.progress.seconds = round(self.clock.seconds, 3)
             # A save that is made only because the run stops writes no averages, so that these do not depend on stops.
             beside = self._averages.write if self.due(self.args.save_every_n_steps) else None
-            self.checkpoints.save(step, self._live_states(), self.processes.describe(), beside)
+            self.checkpoints.save(step, self._live_states(), self.backend.describe(), beside)
 
     def prepare_saves(self) -> None:
         """Pin the memory that checkpoints are copied into, once the first update has made the optimizers' moments.
@@ -460,7 +467,7 @@ class Run:
         # "final" last: without an alias, people get the newest artifact of a name.
         models = {"best": self.folder.path / "best", "final": Path(self._models[0])} if self._models else {}
         # Last, because an upload may take longer than other processes or a scheduler wait.
-        self.processes.after_leaving(lambda: self.tracker.close(models))
+        self.backend.after_leaving(lambda: self.tracker.close(models))
         if failure:
             raise Failed
 

@@ -20,7 +20,7 @@ import torch
 from tandem.flops import FlopCounter
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 # By the whole name that PyTorch gives a device: 10^12 operations per second without sparsity in (bf16, fp16, tf32,
 # fp32); None: it has no units for that. A slice of a GPU (MIG) has another name. NVIDIA's datasheets state products on
@@ -70,10 +70,10 @@ def name_of(device: torch.device) -> str | None:
     return str(get_name(device)) if get_name else None
 
 
-def peak_of_all(processes: Backend) -> float | None:
-    """Operations per second that the devices of all processes could make in the precision of the run; None if that of
+def peak_of_all(processes: ProcessGroup, precision: str) -> float | None:
+    """Operations per second that the devices of all processes could make in a precision; None if that of
     any of them is not known. Collective."""
-    peaks = processes.gather_objects(peak(name_of(processes.device), processes.options.precision))
+    peaks = processes.gather_objects(peak(name_of(processes.device), precision))
     return None if None in peaks else sum(peaks)
 
 

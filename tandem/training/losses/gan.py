@@ -25,7 +25,7 @@ from .adversarial import (
 )
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
     from tandem.distributed.engines.base import Update
     from tandem.models.quantizers.base import Quantizer
 
@@ -95,7 +95,7 @@ class GANLoss:
     """
 
     def __init__(
-        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Backend, *,
+        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: ProcessGroup, *,
         images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
         log: Callable[..., None], loss_inputs: FurtherInputs = lambda micro, step: {},
         generator_inputs: FurtherInputs = lambda micro, step: {},
@@ -122,7 +122,7 @@ class GANLoss:
     def micro_batches(self, batch: Mapping[str, Any], step: int) -> Iterator[MicroBatch]:
         """The micro-batches of the generator's update number `step`. What depends on all of them is measured before the
         first one: the quantizer's statistics, and the losses from which an adaptive weight is computed. Collective."""
-        if self._processes.grad_accum_steps == 1:
+        if self._generator.grad_accum_steps == 1:
             yield from self._divide(batch, step, self._generator)
             return
         if self._quantizer.needs_stats:
@@ -157,9 +157,11 @@ class GANLoss:
         self._log(gan_weight=weight, gan_loss=losses.adversarial)
         return recon, _with_gradient(losses.adversarial, reconstruction, losses.gradients[1]), weight
 
-    def update_discriminator(self, batch: Mapping[str, Any], step: int, fakes: Sequence[Tensor]) -> Update:
+    def update_discriminator(
+        self, batch: Mapping[str, Any], step: int, fakes: Sequence[Tensor], *, with_norm: bool = True
+    ) -> Update:
         """One update of the discriminator, and of LeCam's averages, on the images and their reconstructions `fakes`
-        (b, c, h, w), one tensor per micro-batch. Collective."""
+        (b, c, h, w), one tensor per micro-batch. `with_norm` as in `Engine.step`. Collective."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
         # not change the result. A head that takes no part has no mean.
         shape, device = (2, self._heads), self._processes.device
@@ -174,7 +176,7 @@ class GANLoss:
             means = torch.stack([*side_means]).detach()
             if index == 0:
                 logit_means[:, : len(head_logits)] = 0.0
-            logit_means[:, : len(head_logits)] += means / self._processes.grad_accum_steps
+            logit_means[:, : len(head_logits)] += means / self._discriminator.grad_accum_steps
             discr_real, discr_fake = means.mean(1)
             self._log(discr_loss=discr_loss, discr_real=discr_real, discr_fake=discr_fake)
             if self._args.lecam_weight:
@@ -186,7 +188,7 @@ class GANLoss:
                 loss = loss + self._args.penalty_weight * penalty
                 self._log(gradient_penalty=penalty)
             self._discriminator.backward(loss)
-        update = self._discriminator.step()
+        update = self._discriminator.step(with_norm=with_norm)
         if self._args.lecam_weight:
             real_means, fake_means = self._processes.mean(logit_means)
             self.lecam.update(real_means, fake_means, update.skipped)
@@ -203,11 +205,11 @@ class GANLoss:
         the generator."""
         with torch.enable_grad(), self._discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
-            with self._processes.autocast():
+            with self._discriminator.autocast():
                 loss, loss_parts = self._reconstruction_loss(fake, micro_batch.images, **micro_batch.loss_inputs)
             gradients, adversarial = [image_gradient(loss, fake)], loss.new_zeros(())
             if micro_batch.is_adversarial:
-                with self._processes.autocast():
+                with self._discriminator.autocast():
                     adversarial = self._loss.generator(self._discriminator.module(fake, **micro_batch.loss_inputs))
                 gradients.append(image_gradient(adversarial, fake))
         self._log(**loss_parts)

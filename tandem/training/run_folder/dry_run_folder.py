@@ -16,13 +16,13 @@ from tandem.io.writing import acquire_lock, is_stale_lock
 from .starts import starts
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 _PREFIX = ".dry-run-"
 _LOCK = ".dry_run"  # only in the folder of a dry run
 
 
-def folder_beside(output_dir: str, processes: Backend) -> str:
+def folder_beside(output_dir: str, processes: ProcessGroup) -> str:
     """A new folder beside a run folder. The root deletes it when its process ends, at the latest, with the parents that
     it created, and also the folders of dry runs that were killed on its machine.
 

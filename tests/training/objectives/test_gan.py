@@ -23,7 +23,7 @@ from tandem.training.losses.adversarial import (
     zero_centred_penalty,
 )
 from tandem.training.losses.gan import GANLoss
-from tests.processes import on_processes, single
+from tests.processes import on_backends, single
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
@@ -59,12 +59,13 @@ class Game(GANLoss):
         self.g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
         self.d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
         self.rules = SimpleNamespace(**{**RULES, **rules})
-        super().__init__(self.rules, self.g, self.d, backend, images=lambda micro: micro["x"], log=self.add, **given)
+        options = {"images": lambda micro: micro["x"], "log": self.add, **given}
+        super().__init__(self.rules, self.g, self.d, backend.processes, **options)
         self.means: dict[str, Tensor] = {}
 
     def add(self, **values: Tensor) -> None:
         for name, value in values.items():
-            self.means[name] = self.means.get(name, 0) + value.detach().double() / self._processes.grad_accum_steps
+            self.means[name] = self.means.get(name, 0) + value.detach().double() / self.g.grad_accum_steps
 
     def generate(self, batch: Mapping[str, Any], *, step: int = 0) -> Any:
         """An update of the generator, with weight 0.5 of the losses of codes."""
@@ -157,12 +158,13 @@ def test_two_processes_make_the_updates_of_the_whole_batch() -> None:
     plain, *of_ranks = (copy.deepcopy(start) for _ in range(3))
     batches = [torch.rand(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(step)) for step in range(2)]
 
-    def work(process: Any) -> list[Tensor]:
-        game = make_game(process, *of_ranks[process.rank], lecam_weight=0.3)
+    def work(backend: Backend) -> list[Tensor]:
+        process = backend.processes
+        game = make_game(backend, *of_ranks[process.rank], lecam_weight=0.3)
         mine = slice(process.rank * BATCH // 2, (process.rank + 1) * BATCH // 2)
         return [play(game, images[mine], step=step)["gan_weight"] for step, images in enumerate(batches)]
 
-    weights = on_processes(2, work, batch_size=BATCH)
+    weights = on_backends(2, work, batch_size=BATCH)
     lecam = LeCam(0.999)
     for step, images in enumerate(batches):
         weight = plain_update(*plain, images, lecam, lecam_weight=0.3).detach()
