@@ -110,7 +110,7 @@ def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
         save_file(*args)
 
     tandem.training.checkpoint.format.save_file = save_slowly
-    checkpoints = Checkpoints(folder, 1, backend)
+    checkpoints = Checkpoints(folder, 1, backend.processes)
     checkpoints.save(1, {"part": {"weight": torch.ones(3)}}, {})
     if fault == "stands_in_write":
         backend.processes.watchdog.heartbeat("standing", collective=backend.processes.is_root)
@@ -135,7 +135,7 @@ def list_samples(backend: Backend, fault: str, seconds: float) -> None:
         batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
         on_bad_sample="replace", valid_folder=None, shuffle="samples", split_seed=None,
     )  # fmt: skip
-    TrainingData(open_samples, args, backend, noun="image", source="samples")
+    TrainingData(open_samples, args, backend.processes, noun="image", source="samples")
 
 
 def load(engine: Any, backend: Backend) -> None:
