@@ -37,7 +37,7 @@ test: $(VENV)/.complete
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
     TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/compiled-for-avx2
 test-avx2: $(VENV)/.complete
-	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder tests/models tests/training \
+	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder tests/models tests/weights tests/training \
 	    tests/launch/test_scripts.py tests/distributed/engines tests/test_every_script.py tests/test_references.py \
 	    tests/test_train_*.py tests/test_compile.py tests/test_recipes.py tests/test_sample.py tests/test_embed.py
 

@@ -337,7 +337,7 @@ def powers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_average_of_another_length_is_written_as_a_model_with_the_newest_buffers(
     powers: Path, tmp_path: Path
 ) -> None:
-    """Its numbers are in tests/training/checkpoints/test_averages.py; no average averages buffers."""
+    """Its numbers are in tests/training/checkpoint/test_averages.py; no average averages buffers."""
     converted("average", powers, "--ema_length", "0.07", tmp_path / "model")
     model, newest = VQGAN.from_pretrained(tmp_path / "model"), load_file(max((powers / "snapshots").iterdir()))
     for is_same, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):

@@ -19,6 +19,7 @@ from filling import autoencoder, mulan, video_tokenizer, vqgan
 
 import embed
 import encode
+from scripts import tested
 from tandem.data.tokenizers import open_tokenizer
 from tandem.models import VQGAN, Decoder, DiscreteVAE
 from tests.models.test_decoder import SMALL
@@ -107,6 +108,10 @@ def test_every_page_is_reached_from_the_readme() -> None:
             seen.add(document)
             found += [path for path, _ in links(document)]
     assert seen == set(DOCUMENTS)
+
+
+def test_the_page_of_the_tests_is_that_of_todays_tests() -> None:
+    assert tested.PAGE.read_text() == tested.page(), "run python scripts/tested.py"
 
 
 @each_document

@@ -29,7 +29,7 @@ from torchvision.datasets import ImageFolder
 from tandem.data.stores.codes import output_names
 from tandem.data.stores.latents import open_labelled
 from tandem.training.noise import Noise
-from tests.data.records.tables import save_to_disk, table
+from tests.data.sources.tables import save_to_disk, table
 from tests.scripts import files, lines
 from tests.test_encode_images import pixels
 

@@ -42,7 +42,7 @@ from tests.models.test_perceptual import part, published
 from tests.scripts import MULAN, VIDEO_TOKENIZER, VQGAN, Script, metrics
 from tests.scripts import write_images as write_noise
 from tests.test_encode_images import vae
-from tests.training.measures.test_fid import random_inception
+from tests.training.metrics.test_fid import random_inception
 
 MODELS = ("a", "b")
 

@@ -34,7 +34,7 @@ from tandem.training.logging import clock, operations
 from tandem.training.run import Run
 from tandem.training.run_folder.starts import starts
 from tests.data.helpers import write_tar
-from tests.data.records.tables import save_to_disk, table, write_parquet
+from tests.data.sources.tables import save_to_disk, table, write_parquet
 from tests.scripts import (
     ROOT,
     SCRIPTS,

@@ -1,4 +1,4 @@
-"""When Python looks for garbage."""
+"""When Python collects garbage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Updates between two collections; docs/devices.md has what a collection finds and how long it takes.
+# Updates between two collections; docs/devices.md says what a collection finds.
 _INTERVAL = 100
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from tests.data.helpers import write_tar
-from tests.data.sources import encoded, npy
+from tests.data.source_table import encoded, npy
 
 WIDTH, TOKENS, TEXT_WIDTH = 6, 5, 4
 Array = np.ndarray

@@ -29,7 +29,7 @@ from tests.data.conditions import (
     write_tars,
 )
 from tests.data.helpers import ids, one_line, write_tar
-from tests.data.sources import CONDITIONED, in_folder, npy, training
+from tests.data.source_table import CONDITIONED, in_folder, npy, training
 from tests.scripts import DECODER
 
 

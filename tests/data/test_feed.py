@@ -15,7 +15,7 @@ from PIL import Image
 from tandem.data.feed import TrainingData, to_unit_range
 from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
-from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training
+from tests.data.source_table import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training
 from tests.processes import Process, on_processes
 
 

@@ -23,7 +23,7 @@ from tandem.data.sources.record import FileRef
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.decoding.films import SIDE, numbers, picture, write_video
 from tests.data.helpers import Items, OfOne, global_batches, ids, named, one_line, write_tar
-from tests.data.sources import BATCH, VIDEOS, gif, image, training, video
+from tests.data.source_table import BATCH, VIDEOS, gif, image, training, video
 from tests.scripts import TOKENIZER
 
 N = 12

@@ -29,7 +29,7 @@ from tandem.data.sets import open_records
 from tandem.data.sources.embeddings import IMAGE, TEXT, EmbeddingField
 from tandem.data.sources.own import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer
-from tests.data.sources import FILES, Record, encoded, gif, npy, wav
+from tests.data.source_table import FILES, Record, encoded, gif, npy, wav
 from tests.scripts import TOKENIZER
 
 SIZE, RATE, CLIP = 8, 8000, 400  # no picture is resized and no sound resampled: what comes out is what went in

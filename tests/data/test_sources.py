@@ -15,7 +15,7 @@ import torch
 
 from tandem.distributed.errors import TrainingStopped
 from tests.data.helpers import assert_same, ids, one_line
-from tests.data.sources import (
+from tests.data.source_table import (
     BATCH,
     CONDITIONED,
     IMAGES,

@@ -55,7 +55,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-PARTS = ("models", "objectives", "measures", "data", "checkpoints", "flags", "tools", "distributed")
+PARTS = ("models", "losses", "metrics", "data", "checkpoints", "flags", "tools", "distributed")
 MARK = "TANDEM_FAULT"  # in the environment of all processes of a fault
 HANG_SECONDS = 1800  # of one test; it only ends what hangs, on a busy machine too
 _OF_THE_TREE = {".py", ".yaml", ".toml", ".json", ".sh", ".js", ".html", ".css", ".npz"}

@@ -30,8 +30,7 @@ from tests.data.decoding.films import write_video
 from tests.data.decoding.test_sounds import without_length
 from tests.data.decoding.test_sounds import written as written_sound
 from tests.data.decoding.test_videos import with_matrix
-from tests.data.sources import FILES, KINDS, encoded
-from tests.models.files.test_dalle2 import laion
+from tests.data.source_table import FILES, KINDS, encoded
 from tests.models.reference.autoencoders import written
 from tests.models.reference.tokenizers import state_of as public_vqgan
 from tests.models.test_clip import write_clip
@@ -39,6 +38,7 @@ from tests.models.test_decoder import decoder
 from tests.scripts import RUN, SCRIPTS, TOKENIZER, words
 from tests.test_decoder_config import SMALL_UNET, changed
 from tests.test_taming_config import TAMING
+from tests.weights.test_dalle2 import laion
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("vae", "vqgan", "mulan", "video", "decoder")

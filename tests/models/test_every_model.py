@@ -424,7 +424,7 @@ def test_a_config_of_another_model_is_refused_by_the_weight_the_argument_or_the_
         assert said in one_line_of(case.kind.from_pretrained, tmp_path)
 
 
-FORMATS: dict[str, dict[str, list[int]]] = json.loads((Path(__file__).parent / "files" / "formats.json").read_text())
+FORMATS: dict[str, dict[str, list[int]]] = json.loads((Path(__file__).parent / "formats.json").read_text())
 
 
 @pytest.mark.parametrize("name", FORMATS)

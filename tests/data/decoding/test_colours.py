@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.data.decoding.images import decode_image, decode_picture
 from tandem.data.sources.record import FileRef
 from tests.data.helpers import one_line
-from tests.data.sources import encoded
+from tests.data.source_table import encoded
 
 SIDE = 64
 # Samples of a picture are 0.8 of white on the left and 0.2 of it on the right.

@@ -21,7 +21,7 @@ from tandem.data.decoding.images import decode_image
 from tandem.data.sets import open_images
 from tandem.data.sources.record import FileRef
 from tests.data.helpers import one_line, write_tar
-from tests.data.sources import encoded, noise
+from tests.data.source_table import encoded, noise
 
 LEFT, RIGHT = (200, 60, 20), (30, 90, 220)
 GREY_LEFT, GREY_RIGHT = 200, 40

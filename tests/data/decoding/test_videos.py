@@ -21,7 +21,7 @@ from tandem.data.sources.files import FileWindow
 from tandem.data.sources.record import FileRef, open_entry
 from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video, write_widths
 from tests.data.helpers import one_line
-from tests.data.sources import encoded
+from tests.data.source_table import encoded
 
 N = 60
 REGULAR = [i * TICKS // RATE for i in range(N)]

@@ -17,7 +17,7 @@ import torch
 from tandem.data.bad_samples import UserCodeError
 from tandem.data.sources.own import DatasetSpec, UserDatasetSource
 from tests.data.helpers import one_line
-from tests.data.sources import IMAGES, training
+from tests.data.source_table import IMAGES, training
 from tests.processes import on_processes
 
 N = 12

@@ -15,7 +15,7 @@ from tandem.io.exits import Failed
 from tandem.training.losses.contrastive import KINDS, Contrastive, ContrastiveResult
 from tandem.training.losses.grad_cache import GradCache
 from tests.processes import on_backends, single
-from tests.training.objectives.test_contrastive import by_the_formula
+from tests.training.losses.test_contrastive import by_the_formula
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 

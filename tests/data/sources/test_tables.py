@@ -25,7 +25,7 @@ from tandem.data.sources.record import FieldSpec, Files
 from tandem.data.sources.rows import parts_of
 from tandem.data.sources.table import TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
-from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
+from tests.data.sources.tables import save_to_disk, table, write_arrow, write_parquet
 
 N = 14
 IMAGE = FieldSpec("image", "image", (".jpg", ".png"), ("image", "img", "jpg"), "Image")

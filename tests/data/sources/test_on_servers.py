@@ -15,7 +15,7 @@ from tandem.data.sources import remote
 from tandem.data.sources.opening import open_source
 from tandem.data.sources.record import FieldSpec
 from tests.data.helpers import assert_same, one_line
-from tests.data.sources import FILES, IMAGES, KINDS, N, passes
+from tests.data.source_table import FILES, IMAGES, KINDS, N, passes
 from tests.fault_proxy import Proxy
 from tests.file_servers import http_server, servers_of
 

@@ -27,7 +27,7 @@ from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags
 from tests.scripts import refusal
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

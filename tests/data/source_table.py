@@ -25,7 +25,7 @@ from tandem.data.feed import TrainingData
 from tandem.data.sets import decoder_feed, image_data, sound_feed, video_data
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.helpers import Items, assert_same, joined, named, write_tar
-from tests.data.records.tables import save_to_disk, table, write_parquet
+from tests.data.sources.tables import save_to_disk, table, write_parquet
 from tests.processes import Process, on_processes
 from tests.scripts import DECODER, MULAN, RUN, TOKENIZER, VAE, VIDEO_TOKENIZER, WORDS, Script, words
 
