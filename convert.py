@@ -39,7 +39,7 @@ from tandem.weights.load import load_discriminator, load_model, resolve, write_m
 from tandem.weights.push import add_push
 
 # The largest error of the profile of a combined average, as a fraction of the profile's norm.
-FARTHEST_PROFILE = 0.2
+LARGEST_PROFILE_ERROR = 0.2
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
@@ -192,7 +192,7 @@ def export(args: argparse.Namespace) -> None:
         public = FORMATS[args.to]
         if type(model).__name__ != public.model:
             raise ValueError(f"--to {args.to} is for a {public.model}, and {path} holds a {type(model).__name__}")
-        extras = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
+        extras = {"discriminator": load_discriminator(path)} if public.read_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         note = public.save(model, out, **extras)
     print(f"wrote {out}: {describe_model(model)}" + (f"; {note}" if note else ""))
@@ -203,8 +203,8 @@ def describe_model(model: Any) -> str:
 
 
 def average(args: argparse.Namespace) -> None:
-    """Write the model of a run with an average of its weights, a combination of the averages in snapshots/. Buffers are
-    those of the last save."""
+    """Write the model of a run with an average of its weights of another length, combined from the averages in
+    snapshots/. Its buffers are those of the last save."""
     from tandem.models.base import build
     from tandem.training.checkpoint.averages import AverageFiles
 
@@ -212,15 +212,15 @@ def average(args: argparse.Namespace) -> None:
     files = AverageFiles(run / "snapshots")
     model = build(load_model(run).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
-    weights, updates, distance = files.reconstruct("ema", args.ema_length, parameters)
-    if distance > FARTHEST_PROFILE:
+    weights, updates, profile_error = files.reconstruct("ema", args.ema_length, parameters)
+    if profile_error > LARGEST_PROFILE_ERROR:
         raise ValueError(
-            f"the averages in {run / 'snapshots'} miss {distance:.0%} of the profile of length {args.ema_length}: "
+            f"the averages in {run / 'snapshots'} miss {profile_error:.0%} of the profile of length {args.ema_length}: "
             "choose a length nearer to theirs, save more often, or train with several --ema_power"
         )
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
-    summary = f"averaged over {counted(updates, 'update')}; it misses {distance:.2%} of the profile"
+    summary = f"averaged over {counted(updates, 'update')}; it misses {profile_error:.2%} of the profile"
     print(f"wrote {out}: {describe_model(model)}, {summary}")
 
 
@@ -255,11 +255,8 @@ def translate(args: argparse.Namespace) -> None:
         print(printable(line))
     if args.processes is None and "batch_size" in settings:
         n = translation.processes
-        owner = "one process" if n == 1 else f"the {n} processes that it names"
-        print(
-            f"batch_size {settings['batch_size']} is for {owner}; for {'several' if n == 1 else 'others'} "
-            "give --processes"
-        )
+        processes, others = ("one process", "several") if n == 1 else (f"the {n} processes that it names", "others")
+        print(f"batch_size {settings['batch_size']} is for {processes}; for {others} give --processes")
     data = () if parser.data_flag in settings else (f"--{parser.data_flag}", "photos/")
     command = shlex.join([*command_of(translation.script), "--config", str(out), *data])
     print(f"wrote {out}; start it with: {command}")
@@ -293,10 +290,10 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
     from tandem.models.building import build_on_meta, check_arguments
     from tandem.weights.formats.config_keys import without_counterpart
     from tandem.weights.formats.dalle2_config import decoder_config, decoder_part
-    from tandem.weights.formats.dalle2_keys import default_lines, flags_of_config, known_keys
+    from tandem.weights.formats.dalle2_keys import default_lines, flags_from_config, supported_keys
 
     parser, all_rows = script_parser("train_decoder.py"), rows("train_decoder.py")
-    supported, other_keys = known_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
+    supported, other_keys = supported_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
     left_out = [*without_counterpart(other_keys, supported), *default_lines(config, supported)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()
     check_arguments(model)
@@ -304,7 +301,7 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
     no_flags = argparse.Namespace(explicit=frozenset())  # on the command line
     architecture = parser.config.architecture_of(model, no_flags)
     settings = parser.settings(parser.with_values(architecture))
-    flags = flags_of_config(config, all_rows, {name: settings[name] for name in architecture}, processes or 1)
+    flags = flags_from_config(config, all_rows, {name: settings[name] for name in architecture}, processes or 1)
     return Translation("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])
 
 
@@ -313,13 +310,13 @@ def translate_taming(config: dict[str, Any], processes: int | None) -> Translati
     line."""
     from tandem.config.public_names import rows
     from tandem.weights.formats.config_keys import without_counterpart
-    from tandem.weights.formats.taming_yaml import autoencoder_of, flags_of_yaml, known_keys, processes_of
+    from tandem.weights.formats.taming_yaml import count_processes, flags_from_yaml, select_autoencoder, supported_keys
 
-    config, general_lines = autoencoder_of(config)
-    supported = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
+    config, general_lines = select_autoencoder(config)
+    supported = supported_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
     left_out = [f"left out: {line}" for line in without_counterpart(config, supported)]
-    processes = processes or processes_of(config)
-    flags, lines = flags_of_yaml(config, processes)
+    processes = processes or count_processes(config)
+    flags, lines = flags_from_yaml(config, processes)
     return Translation("train_vqgan.py", flags, processes, [*general_lines, *left_out, *lines])
 
 

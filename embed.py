@@ -23,15 +23,16 @@ from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, PATH, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import add_computation_arguments, kernel_settings
+from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch_model
+from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
     from tandem.data.decoding.sounds import ClipDecoder
     from tandem.data.fields import SampleDataset
+    from tandem.distributed import ProcessGroup
 _AUDIO_ONLY = given("audio", "PATH")
 _QUERY = Requirement("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
@@ -95,13 +96,11 @@ class Config:
 
 
 def build_parser() -> ArgumentParser:
-    text = "Embed sounds with a trained MuLaN, and search among them."
-    parser = ArgumentParser("embed.py", text, is_root=distributed.launched_as_root)
-    parser.usage = "%(prog)s --model DIR [--audio PATH --output DIR] [--index DIR] [--query TEXT] [flags]"
-    parser.add_config(Config)
-    add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help="loader processes per process")
-    distributed.add_arguments(parser, trains=False)
-    return parser
+    return inference_parser(
+        "embed.py", "Embed sounds with a trained MuLaN, and search among them.",
+        "--model DIR [--audio PATH --output DIR] [--index DIR] [--query TEXT]", Config,
+        batch_size=16, unit="CLIPS", num_workers_help="loader processes per process",
+    )  # fmt: skip
 
 
 class Embedder(NamedTuple):
@@ -123,7 +122,7 @@ class Embedder(NamedTuple):
     embed_text: Callable[[str], Tensor]
 
 
-def open_embedder(path: str, batch_size: int, processes: distributed.ProcessGroup, precision: str) -> Embedder:
+def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision: str) -> Embedder:
     """The MuLaN at a path or name. Raises ValueError, in one line, if there is none or the memory does not suffice for
     a batch."""
     import torch
@@ -180,12 +179,12 @@ def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any
     return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
 
 
-def make_index(args: argparse.Namespace, processes: distributed.ProcessGroup, say: Callable[[str], None]) -> None:
+def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[[str], None]) -> None:
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     import numpy as np
 
     from tandem.data.sets import open_sounds_in_clips
-    from tandem.data.sources.rows import parts_of
+    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.embeddings import EMBEDDINGS
     from tandem.data.stores.encoding import encode_batches
     from tandem.data.stores.output import OutputFolder, names_sha256
@@ -198,7 +197,7 @@ def make_index(args: argparse.Namespace, processes: distributed.ProcessGroup, sa
         sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
-        parts = parts_of(sounds.source)  # of files, if a table states parts
+        parts = time_ranges(sounds.source)  # of files, if a table states parts
     if sounds.skipped:
         say(sounds.skipped)
     settings = {
@@ -236,15 +235,15 @@ def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
     if query.lower().endswith(ENDINGS + FURTHER_ENDINGS):
-        raise ValueError(f"there is no file {query!r}; a sentence that ends like one needs a full stop behind it")
+        raise ValueError(f"there is no file {query!r}; put a full stop after a sentence that ends like a file")
     return None
 
 
-def search(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
+def search(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from tandem.data.stores.embeddings import Answer, StoredEmbeddings, read_queries
+    from tandem.data.stores.embeddings import QueryResult, StoredEmbeddings, read_queries
     from tandem.data.stores.encoding import encode_in_batches
 
     fetch_model(args.model, processes)
@@ -264,23 +263,20 @@ def search(args: argparse.Namespace, processes: distributed.ProcessGroup) -> Non
 
             vectors = torch.stack([embed(query) for query in queries])
             matches = stored.nearest(vectors.numpy(), args.top_k, lambda: processes.heartbeat("searching"))
-            for answer in map(Answer, queries, matches):
+            for answer in map(QueryResult, queries, matches):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 
+def run(args: argparse.Namespace, processes: ProcessGroup) -> None:
+    if args.audio:
+        stream = sys.stderr if args.json else sys.stdout  # --json keeps stdout for data only
+        make_index(args, processes, functools.partial(processes.say, file=stream))
+    if _QUERY.is_met(args):
+        search(args, processes)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv)
-    stream = sys.stderr if args.json else sys.stdout  # stdout is then for data only
-
-    def run(processes: distributed.ProcessGroup) -> None:
-        say = functools.partial(processes.say, file=stream)
-        if args.audio:
-            make_index(args, processes, say)
-        if _QUERY.is_met(args):
-            search(args, processes)
-
-    distributed.launch_inference(run, parser, args)
+    start_inference(run, build_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ from tandem import distributed
 from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
 from tandem.config.fields import flag, given, when, without
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import add_computation_arguments, add_places, kernel_settings
+from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch_model
+from tandem.launch import fetch_model, inference_parser, start_inference
 from tandem.weights.load import newest_weights, open_model, resolve
 from tandem.weights.origin import find_run, read_run_arguments
 
@@ -47,13 +47,14 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.fields import SampleDataset
     from tandem.data.stores.codes import StoredCodes
     from tandem.data.stores.shards import Encode, ShardWriter
+    from tandem.distributed import ProcessGroup
     from tandem.models import VideoTokenizer
 
 DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
 DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
-# Conditions for flags to have an effect.
+# Requirements of flags.
 _ENCODING_ONLY = without("decode")
 _IMAGES_ONLY, _VIDEOS_ONLY = given("image_folder", "PATH"), given("video_folder", "PATH")
 _LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
@@ -171,21 +172,16 @@ def validate_kinds(args: argparse.Namespace, *kinds: str) -> None:
 
 
 def build_parser() -> ArgumentParser:
-    text = "Write the codes or latents of images, or codes of videos, with a trained tokenizer, or decode them."
-    parser = ArgumentParser("encode.py", text, is_root=distributed.launched_as_root)
-    parser.usage = (
-        "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
-    )
-    add_places(
-        parser,
-        "run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint of it, "
-        "its model/ folder, or USER/NAME of the Hugging Face Hub",
-    )
-    parser.add_config(Config)
-    workers = "per process: loader processes (encoding images), or threads that read videos or write pictures"
-    add_computation_arguments(parser, batch_size=32, unit="IMAGES", num_workers_help=workers)
-    distributed.add_arguments(parser, trains=False)
-    return parser
+    return inference_parser(
+        "encode.py",
+        "Write the codes or latents of images, or codes of videos, with a trained tokenizer, or decode them.",
+        "--model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR",
+        Config, batch_size=32, unit="IMAGES",
+        num_workers_help="per process: loader processes (encoding images), or threads that read videos or write "
+        "pictures",
+        model_help="run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint "
+        "of it, its model/ folder, or USER/NAME of the Hugging Face Hub",
+    )  # fmt: skip
 
 
 class Coder(NamedTuple):
@@ -212,12 +208,7 @@ class Coder(NamedTuple):
 
 
 def run_model(
-    processes: distributed.ProcessGroup,
-    precision: str,
-    doing: str,
-    method: Callable[..., Tensor],
-    values: Tensor,
-    *state: Any,
+    processes: ProcessGroup, precision: str, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
     """The output of a method of the model for valid inputs, whose range is not checked, in the precision of the run."""
     from tandem.devices import to_device
@@ -228,7 +219,7 @@ def run_model(
         return method(to_device(values, processes.device), *state)
 
 
-def image_coder(model: Any, args: argparse.Namespace, processes: distributed.ProcessGroup) -> Coder:
+def image_coder(model: Any, args: argparse.Namespace, processes: ProcessGroup) -> Coder:
     """Images in batches, through a DiscreteVAE or a VQGAN, to codes or to latents.
 
     All batches are padded to one size, because at a fixed size neither the position of an image in its batch nor the
@@ -286,10 +277,10 @@ def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
     return sample.pop("images")[None], sample
 
 
-def video_coder(model: VideoTokenizer, args: argparse.Namespace, processes: distributed.ProcessGroup) -> Coder:
+def video_coder(model: VideoTokenizer, args: argparse.Namespace, processes: ProcessGroup) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
-    from tandem.data.decoding.images import LONGEST_SHAPE
-    from tandem.data.decoding.videos import sound_of
+    from tandem.data.decoding.images import MAX_ASPECT_RATIO
+    from tandem.data.decoding.videos import open_sound_track
     from tandem.data.feed import to_unit_range
     from tandem.data.sets import open_videos
     from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
@@ -332,7 +323,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, processes: dist
 
     def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
-        longest = LONGEST_SHAPE * side if args.keep_aspect else side
+        longest = MAX_ASPECT_RATIO * side if args.keep_aspect else side
         require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **rates)
         clips: Any = videos.fields[0]
@@ -349,7 +340,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, processes: dist
         if args.format == "gif":
             file.write(to_gif(frames, fps))
             return
-        with sound_of(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
+        with open_sound_track(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
             write_mp4(file, frames, fps, sound)
 
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
@@ -360,7 +351,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, processes: dist
     return Coder("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
 
 
-def open_coder(args: argparse.Namespace, processes: distributed.ProcessGroup) -> tuple[Any, Coder, dict[str, Any]]:
+def open_coder(args: argparse.Namespace, processes: ProcessGroup) -> tuple[Any, Coder, dict[str, Any]]:
     """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
     ValueError, in one line, if there is no such model or it does not take data of the kind of the flags."""
     model, model_settings, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
@@ -379,12 +370,12 @@ def open_coder(args: argparse.Namespace, processes: distributed.ProcessGroup) ->
     return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, processes)}
 
 
-def encode(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
+def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
     import numpy as np
     import torch
 
-    from tandem.data.sources.rows import parts_of
+    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.codes import code_dtype
     from tandem.data.stores.latents import DTYPES, channel_lines, labels_line
     from tandem.data.stores.output import OutputFolder, names_sha256
@@ -403,7 +394,7 @@ def encode(args: argparse.Namespace, processes: distributed.ProcessGroup) -> Non
             shape = [width if args.latent == "moments" else width // 2, *sides]
             latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
-        parts = parts_of(samples.source)  # of files, if a manifest states parts
+        parts = time_ranges(samples.source)  # of files, if a manifest states parts
     if samples.skipped:
         processes.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
@@ -463,7 +454,7 @@ def shares_encoder(name: str, sha256: Any) -> bool:
     return False
 
 
-def decode(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
+def decode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Decode a folder of codes or latents to images or videos. Raises AskedToStop after a signal."""
     from tandem.data.stores.codes import decoded_files
     from tandem.data.stores.output import OutputFolder
@@ -491,10 +482,7 @@ def decode(args: argparse.Namespace, processes: distributed.ProcessGroup) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv)
-    run = decode if args.decode else encode
-    distributed.launch_inference(lambda processes: run(args, processes), parser, args)
+    start_inference(lambda args, processes: (decode if args.decode else encode)(args, processes), build_parser(), argv)
 
 
 if __name__ == "__main__":

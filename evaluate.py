@@ -32,9 +32,9 @@ from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, NAME, PATH, pixels, positive_float, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import add_computation_arguments, kernel_settings
+from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted, error_text
-from tandem.launch import fetch_model
+from tandem.launch import fetch_model, inference_parser, start_inference
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.load import newest_weights, resolve
 from tandem.weights.origin import find_run, read_run_arguments
@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from tandem.data.fields import SampleDataset
+    from tandem.distributed import ProcessGroup
     from tandem.training.metrics.fid import Gaussian
 
 PICTURE_SAMPLES = 6  # samples in the picture
@@ -117,19 +118,14 @@ class Config:
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("evaluate.py", "Measure trained autoencoders.", is_root=distributed.launched_as_root)
-    parser.usage = (
-        "%(prog)s --model DIR [DIR ...] (--image_folder PATH | --video_folder PATH | --held_out_of RUN) [flags]"
-    )
-    parser.add_config(Config)
-    add_computation_arguments(parser, batch_size=32, unit="SAMPLES", num_workers_help="loader processes per process")
-    distributed.add_arguments(parser, trains=False)
-    return parser
+    return inference_parser(
+        "evaluate.py", "Measure trained autoencoders.",
+        "--model DIR [DIR ...] (--image_folder PATH | --video_folder PATH | --held_out_of RUN)", Config,
+        batch_size=32, unit="SAMPLES", num_workers_help="loader processes per process",
+    )  # fmt: skip
 
 
-def reconstruct(
-    model: Any, samples: Tensor, processes: distributed.ProcessGroup, precision: str
-) -> tuple[Tensor, Tensor]:
+def reconstruct(model: Any, samples: Tensor, processes: ProcessGroup, precision: str) -> tuple[Tensor, Tensor]:
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
     from tandem.models.layers.convolutional import without_range_checks
 
@@ -139,7 +135,7 @@ def reconstruct(
         return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
 
 
-def open_models(args: argparse.Namespace, processes: distributed.ProcessGroup) -> dict[str, Any]:
+def open_models(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any]:
     """The models on the device of the run, by the user's names. Sets args.image_size and args.channels. Raises
     ValueError, in one line, if there is no such model or one does not take such samples."""
     import torch
@@ -161,7 +157,7 @@ def open_models(args: argparse.Namespace, processes: distributed.ProcessGroup) -
 
 def open_samples(args: argparse.Namespace) -> SampleDataset:
     """The samples to measure on. Raises ValueError, in one line, if there are none."""
-    from tandem.data.held_out import divided_by
+    from tandem.data.held_out import split_of_run
     from tandem.data.sets import open_images, open_videos
 
     options = {"channels": args.channels, "resize": args.resize}
@@ -171,7 +167,7 @@ def open_samples(args: argparse.Namespace) -> SampleDataset:
         return open_images(args.data, image_size=args.image_size, **options)
     sizes = {"image_size": args.image_size, "num_frames": args.num_frames}
     try:
-        held_out = divided_by(argparse.Namespace(**{**vars(args.run), **sizes}), **options).held_out
+        held_out = split_of_run(argparse.Namespace(**{**vars(args.run), **sizes}), **options).held_out
     except ValueError as error:
         raise ValueError(f"--held_out_of {args.held_out_of}: {error}") from None
     if not len(held_out):
@@ -180,7 +176,7 @@ def open_samples(args: argparse.Namespace) -> SampleDataset:
 
 
 def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> tuple[dict[str, int], list[str]]:
-    """For each model in a run's folder, the number of these samples that it was trained on, if that is known; and lines
+    """Name of a model in a run's folder -> number of these samples that it was trained on, if that is known; and lines
     that report the numbers, or why one is unknown."""
     from tandem.data import held_out
 
@@ -198,7 +194,7 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
         except (OSError, ValueError) as error:
             lines.append(f"on how many of these {n} {name} was trained is not known: {error_text(error)}")
             continue
-        locations = held_out.places_of(run)
+        locations = held_out.folders_of_run(run)
         if counts[name]:
             lines.append(
                 f"{name} was trained on {counts[name]} of these {n}, by their paths: its data is {locations}{hint}"
@@ -207,7 +203,7 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
             lines.append(f"{name} was trained on none of these {n} by their paths: its data is {locations}")
         lines += data_change_lines(name, folder, fingerprint)
     if args.held_out_of:
-        run_fingerprint = held_out.divided_by(args.run).fingerprint
+        run_fingerprint = held_out.split_of_run(args.run).fingerprint
         lines += data_change_lines(args.held_out_of, Path(args.held_out_of), run_fingerprint)
     return counts, list(dict.fromkeys(lines))
 
@@ -229,11 +225,8 @@ def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
 
-def process_batches(
-    samples: SampleDataset, args: argparse.Namespace, processes: distributed.ProcessGroup, action: str,
-    measure: Callable[[Batches], Iterable[None]],
-) -> None:  # fmt: skip
-    """Iterate over the generator `measure(batches of this process)`. The processes exchange errors and signals once in
+def process_batches(samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup, action: str, measure: Callable[[Batches], Iterable[None]]) -> None:  # fmt: skip
+    """Run the generator `measure(batches of this process)` to its end. The processes exchange errors and signals every
     `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in one line, if
     too many samples cannot be read; AskedToStop after a signal."""
     from tandem.data.bad_samples import BadSampleLog
@@ -245,16 +238,16 @@ def process_batches(
     from tandem.io.exits import AskedToStop
 
     n, rank, world, bad = len(samples), processes.rank, processes.world_size, []
-    done, partly_read, example = 0, 0, ""
+    n_processed, partly_read, example = 0, 0, ""
     requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
     load_request = partial(load_samples, partial(load, samples), samples.describe)
     loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=processes.waiting_for_workers)
 
     def batches() -> Batches:
-        nonlocal done, partly_read, example
+        nonlocal n_processed, partly_read, example
         for batch, notes, failures in loaded:
             bad.extend(failures)
-            done += len(notes) + len(failures)
+            n_processed += len(notes) + len(failures)
             for note in (note for _, note in notes if PARTIAL in note):
                 partly_read += 1
                 example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
@@ -266,11 +259,11 @@ def process_batches(
         if processes.stop_requested(now=True):
             processes.say("asked to stop, with nothing written; the same command starts over")
             raise AskedToStop
-        totals = processes.sum({"go on": has_more, "done": done})
-        if not totals["go on"]:
+        totals = processes.sum({"has more": has_more, "processed": n_processed})
+        if not totals["has more"]:
             break
         if time.monotonic() > report_time + PROGRESS_SECONDS:
-            processes.say(f"{action} {totals['done']:.0f} of {n}")
+            processes.say(f"{action} {totals['processed']:.0f} of {n}")
             report_time = time.monotonic()
         with processes.raise_on_all_ranks():
             end = time.monotonic() + ROUND_SECONDS
@@ -294,7 +287,7 @@ def process_batches(
 
 
 def reference_statistics(
-    key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], processes: distributed.ProcessGroup
+    key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], processes: ProcessGroup
 ) -> Gaussian:
     """Mean and covariance of the originals' features, of length `dim`: read from the file that an earlier command with
     this key saved, or computed by `run_pass` over the originals and saved. Collective."""
@@ -323,7 +316,7 @@ def reference_statistics(
     return gaussian
 
 
-def evaluate(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
+def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Measure the models and report the values. Raises AskedToStop after a signal."""
     import torch
 
@@ -359,9 +352,9 @@ def evaluate(args: argparse.Namespace, processes: distributed.ProcessGroup) -> N
         if args.video_folder:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
             make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
-    observations = processes.gather_objects([len(samples), samples.fingerprint, device.type])
+    views = processes.gather_objects([len(samples), samples.fingerprint, device.type])
     with processes.raise_on_all_ranks():
-        if any(observation != observations[0] for observation in observations):
+        if any(view != views[0] for view in views):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
     processes.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
@@ -370,28 +363,25 @@ def evaluate(args: argparse.Namespace, processes: distributed.ProcessGroup) -> N
     for line in lines:
         processes.say(line)
     make_quality = partial(make_quality, device=device, losses=(), lpips=lpips)
-    quality = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
+    qualities = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(exact.Features, network, dim, device)
     model_features = {name: features() for name in models if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
-    def measure(name: str, originals: Tensor) -> tuple[Any, Any, Tensor]:
-        before = moment(device)
-        reconstructions, codes = reconstruct(models[name].model, originals, processes, args.precision)
-        after = moment(device)
-        quality[name].add(originals, reconstructions, codes)
-        if network:
-            model_features[name].add(reconstructions)
-        psnr = reconstruction.psnr(originals, reconstructions)
-        return before, after, torch.cat([psnr, reconstructions.isfinite().all()[None].to(psnr)])
-
     def measure_batches(batches: Batches) -> Iterator[tuple[Any, Tensor]]:
         for originals, batch in batches:
             notes.extend(batch)
-            for name in models:
-                *moments, values = measure(name, originals)
-                yield (name, batch, moments), values
+            for name, trained in models.items():
+                start = moment(device)
+                reconstructions, codes = reconstruct(trained.model, originals, processes, args.precision)
+                moments = start, moment(device)
+                qualities[name].add(originals, reconstructions, codes)
+                if network:
+                    model_features[name].add(reconstructions)
+                psnr = reconstruction.psnr(originals, reconstructions)
+                is_finite = reconstructions.isfinite().all()[None].to(psnr)
+                yield (name, batch, moments), torch.cat([psnr, is_finite])
 
     def record_measurements(batches: Batches) -> Iterator[None]:
         for (name, batch, moments), batch_values in on_host(measure_batches(batches)):
@@ -410,19 +400,19 @@ def evaluate(args: argparse.Namespace, processes: distributed.ProcessGroup) -> N
         checksums = [note["checksum"] for note in all_notes]
         settings = [args.batch_size, kernel_settings(args, processes)]
         key = [weights_sha256, args.fvd_eps, samples.fingerprint, preparation, checksums, *settings]
-        original = reference_statistics(key, features(), dim, run_pass, processes) if network else None
+        reference = reference_statistics(key, features(), dim, run_pass, processes) if network else None
     values: dict[str, dict[str, Any]] = {}
     for number, (name, trained) in enumerate(models.items()):
-        scores, _ = quality[name].result(processes.sum)
+        scores, _ = qualities[name].result(processes.sum)
         speed = processes.world_size / median(note["measurements"][number][1] for note in all_notes)
-        if original:
+        if reference:
             distribution, score = model_features[name].result(processes.sum)
             scores |= score
             processes.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
             with processes.raise_on_all_ranks():
                 if processes.is_root:
-                    scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, distribution)
-        row = {measure: scores[measure] for measure in HEADINGS if measure in scores}
+                    scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(reference, distribution)
+        row = {metric: scores[metric] for metric in HEADINGS if metric in scores}
         row |= {"trained_on": trained_on[name]} if name in trained_on else {}
         values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.about}
     with processes.raise_on_all_ranks():
@@ -439,14 +429,14 @@ def evaluate(args: argparse.Namespace, processes: distributed.ProcessGroup) -> N
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
             draw(args, models, all_notes, samples, processes)
-    requires = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
-    networks = {"LPIPS (--lpips_weights)": lpips, requires: network}
+    feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
+    networks = {"LPIPS (--lpips_weights)": lpips, feature_metrics: network}
     if missing := [name for name, module in networks.items() if module is None]:
         processes.say(f"not measured without the weights that they need: {', '.join(missing)}")
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
-    """Print a row for each model and a column for each value. `corner`: flags that the values depend on, or ""."""
+    """Print a row for each model and a column for each value. `corner`: the text in the first cell, flags or ""."""
     from tandem.training.logging.table import number
 
     names = [name for name in HEADINGS if any(name in row for row in values.values())]
@@ -462,11 +452,7 @@ def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callabl
 
 
 def draw(
-    args: argparse.Namespace,
-    models: Any,
-    notes: Sequence[Any],
-    samples: SampleDataset,
-    processes: distributed.ProcessGroup,
+    args: argparse.Namespace, models: Any, notes: Sequence[Any], samples: SampleDataset, processes: ProcessGroup
 ) -> None:
     """Write a picture of the samples whose PSNR differs most between models, or is the lowest for a single model."""
     import torch
@@ -495,9 +481,7 @@ def draw(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv)
-    distributed.launch_inference(lambda processes: evaluate(args, processes), parser, args)
+    start_inference(evaluate, build_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def build_parser() -> ArgumentParser:
 
 
 def check_flags(parser: ArgumentParser, args: Namespace) -> None:
-    """End with an error if flags have no effect beside the others."""
+    """Refuse flags that have no effect beside the others."""
     if args.watch and args.output is not None:
         parser.error("--output has no effect with --watch, which writes no file; leave one of the two out")
     if args.port is not None and not args.watch:
@@ -70,11 +70,11 @@ def defaults_of(script: str) -> dict[str, Any]:
     return settings
 
 
-def read_all(readers: Sequence[Any]) -> dict[str, Any]:
+def read_all(readers: Sequence[RunReader]) -> dict[str, Any]:
     return page_data([reader.read() for reader in readers])
 
 
-def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
+def write(path: Path, readers: Sequence[RunReader], is_default: bool) -> None:
     """Write the page. Raises ValueError, in one line, and OSError."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and is_report(path))):
         raise ValueError(f"{path} exists and is no report of report.py; give another --output")
@@ -94,12 +94,12 @@ def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
     say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {run_count}, {counted(pictures, 'picture')}")
 
 
-def watch(readers: Sequence[Any], port: int) -> None:
+def watch(readers: Sequence[RunReader], port: int) -> None:
     """Serve the page until Ctrl-C or SIGTERM. Raises OSError."""
     try:
         server = Server(lambda: read_all(readers), port)
     except OSError as error:
-        raise ValueError(f"--port {port} cannot be had: {error.strerror}; give another, or leave it out") from None
+        raise ValueError(f"--port {port} is not available: {error.strerror}; give another, or leave it out") from None
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -27,20 +27,21 @@ from tandem.config.converters import FILE, FOLDER, NAME, non_negative_int, posit
 from tandem.config.fields import flag, given
 from tandem.config.models.decoder import GUIDED, Sampling
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import ClipFlags, add_computation_arguments, add_places, kernel_settings
+from tandem.config.shared import ClipFlags, kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import fetch_model
+from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tandem.distributed import ProcessGroup
     from tandem.models import Decoder
     from tandem.weights.load import Trained
 
-MOST_BYTES = 1 << 30  # bytes of a file with conditions
+MOST_BYTES = 1 << 30  # of a file with conditions
 MODELS = ("model", "guide_with")
-KINDS = {"image_embed": 2, "text_encodings": 3}  # name of a condition -> dimensions of an array of several
+DIMS = {"image_embed": 2, "text_encodings": 3}  # name of a condition -> dimensions of a batch of it
 
 
 @dataclass
@@ -104,15 +105,12 @@ class Config(ClipFlags, Sampling):
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("sample.py", "Draw pictures with a trained decoder.", is_root=distributed.launched_as_root)
-    parser.usage = "%(prog)s --model DIR --output DIR [conditions] [flags]"
-    add_places(
-        parser, "run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub"
-    )
-    parser.add_config(Config)
-    add_computation_arguments(parser, batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures")
-    distributed.add_arguments(parser, trains=False)
-    return parser
+    return inference_parser(
+        "sample.py", "Draw pictures with a trained decoder.", "--model DIR --output DIR [conditions]", Config,
+        batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures",
+        model_help="run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face "
+        "Hub",
+    )  # fmt: skip
 
 
 def embeds_images(args: argparse.Namespace) -> bool:
@@ -120,8 +118,8 @@ def embeds_images(args: argparse.Namespace) -> bool:
     return bool(args.clip and args.images and not args.masks and args.start_at_unet == 1)
 
 
-class Conditions(NamedTuple):
-    """Conditions from a flag.
+class Source(NamedTuple):
+    """The conditions that a flag gives.
 
     labels: a text for each condition, for index.jsonl.
     shapes: name of a condition, such as "image_embed" -> its shape without the batch.
@@ -134,13 +132,13 @@ class Conditions(NamedTuple):
     load: Callable[[list[int]], Mapping[str, Tensor]]
 
 
-def source_in_memory(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Conditions:
+def source_in_memory(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Source:
     """Conditions (n, ...) in memory."""
     shapes = {name: tuple(rows.shape[1:]) for name, rows in conditions.items()}
-    return Conditions(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
+    return Source(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
 
 
-def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, processes: distributed.ProcessGroup) -> Any:
+def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, processes: ProcessGroup) -> Any:
     """The CLIP of --clip, or for prompts the published one that the model was trained with; None if there is neither.
 
     Args:
@@ -179,7 +177,7 @@ def image_names(images: Any) -> list[str]:
     return [images.name(index) for index in range(len(images or []))]
 
 
-def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Conditions]:
+def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
     """The conditions of each flag. Raises ValueError, in one line, and OSError."""
     import torch
 
@@ -200,23 +198,23 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     prompts = [*map(sentence, prompts)]  # captions are normalised in the same way in training
     flag = "--prompts" if args.prompts else "--prompt_file"
     if prompts and clip is not None:
-        tokens, shapes = clip.tokenize(prompts), dict(zip(KINDS, ((clip.embed_dim,), clip.text_shape), strict=True))
-        yield Conditions(
+        tokens, shapes = clip.tokenize(prompts), dict(zip(DIMS, ((clip.embed_dim,), clip.text_shape), strict=True))
+        yield Source(
             flag, prompts, shapes,
-            lambda rows: dict(zip(KINDS, clip.embed_text(tokens[rows].to(device)), strict=True)),
+            lambda rows: dict(zip(DIMS, clip.embed_text(tokens[rows].to(device)), strict=True)),
         )  # fmt: skip
     elif prompts:
         rows = [condition_of(prompt) for prompt in prompts]
-        yield source_in_memory(flag, prompts, {name: torch.stack([row[name] for row in rows]) for name in KINDS})
-    for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
+        yield source_in_memory(flag, prompts, {name: torch.stack([row[name] for row in rows]) for name in DIMS})
+    for name, option in zip(DIMS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
                 array = torch.from_numpy(read_array_header(FileRef(path)).read(limit=MOST_BYTES))
             except ValueError as error:
                 raise ValueError(f"--{option} {path}: {error}") from None
-            if array.ndim != KINDS[name] or not len(array):
+            if array.ndim != DIMS[name] or not len(array):
                 shape = tuple(array.shape)
-                raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {KINDS[name] - 1} dimensions")
+                raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {DIMS[name] - 1} dimensions")
             yield source_in_memory(f"--{option}", [f"{path}[{row}]" for row in range(len(array))], {name: array})
     if embeds_images(args):
 
@@ -224,11 +222,11 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
             pictures = torch.stack([images.load(row)["images"] for row in rows])
             return {"image_embed": clip.embed_images(pictures.to(device))}
 
-        yield Conditions("--images", image_names(images), {"image_embed": (clip.embed_dim,)}, embed_images)
+        yield Source("--images", image_names(images), {"image_embed": (clip.embed_dim,)}, embed_images)
 
 
-def choose_sources(sources: Sequence[Conditions], unets: Sequence[Any]) -> dict[str, Conditions]:
-    """The `Conditions` of each name that the Unets take. Raises ValueError, in one line, if they do not fit."""
+def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
+    """Name of a condition that the Unets take -> its source. Raises ValueError, in one line, if they do not fit."""
     from tandem.models.diffusion.decoder import CONDITIONS
 
     widths = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
@@ -284,7 +282,7 @@ def hash_inputs(
     pixels: Mapping[str, Any],
     heartbeat: Callable[[str], None],
 ) -> dict[str, str]:
-    """Hashes of everything that the pictures depend on: files, models and images, by the names of their flags."""
+    """SHA-256 of all inputs, files, models and images, as "FLAG_sha256" -> digest."""
     from tandem.data.stores.output import sha256_of
 
     hashes = {}
@@ -299,10 +297,10 @@ def hash_inputs(
             heartbeat("reading images")
             digest.update(images.load(index)["images"].numpy().tobytes())
         hashes[name] = digest.hexdigest()
-    return {f"{name}_sha256": text for name, text in hashes.items()}
+    return {f"{name}_sha256": digest for name, digest in hashes.items()}
 
 
-def draw(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
+def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Draw the pictures. Raises AskedToStop after a signal."""
     import torch
 
@@ -352,25 +350,25 @@ def draw(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
     paths = [output.path / f"{number:05d}.png" for number in range(total)]
     batch_starts = range(0, total, args.batch_size)
 
-    def pictures(first: int) -> Tensor:
-        # Fill up the last batch: kernels may round differently for another number of pictures.
+    def draw_batch(first: int) -> Tensor:
+        # The last batch is full, too: kernels may round differently for another number of pictures.
         numbers = range(first, first + args.batch_size)
         rows = [number // args.count % n_conditions for number in numbers]
-        loads = {source.flag: source.load(rows) for source in conditions.values()}
-        chosen = {name: loads[source.flag][name].to(processes.device) for name, source in conditions.items()}
-        images_to_fill: dict[str, Any] = {}
+        batches = {source.flag: source.load(rows) for source in conditions.values()}
+        chosen = {name: batches[source.flag][name].to(processes.device) for name, source in conditions.items()}
+        image_options: dict[str, Any] = {}
         if images is not None and not embeds_images(args):
-            loaded = torch.stack([images.load(row)["images"] for row in rows]).to(processes.device).float() / 255
-            images_to_fill["inpaint_image" if masks is not None else "images"] = loaded
+            pixels = torch.stack([images.load(row)["images"] for row in rows]).to(processes.device).float() / 255
+            image_options["inpaint_image" if masks is not None else "images"] = pixels
         if masks is not None:
-            loaded = torch.stack([masks.load(row)["images"] for row in rows]).to(processes.device)
-            images_to_fill["inpaint_mask"] = loaded.float().mean(1) > 127.5
+            pixels = torch.stack([masks.load(row)["images"] for row in rows]).to(processes.device)
+            image_options["inpaint_mask"] = pixels.float().mean(1) > 127.5
         with distributed.autocast(args.precision, processes.device):
             result: Tensor = decoder.sample(
                 chosen, noise_of(args.seed, numbers, processes.device), sampling, batch=args.batch_size,
                 start_at=args.start_at_unet, stop_at=args.stop_at_unet, guide=weaker,
                 resample_times=args.resample_times, on_step=lambda *_: processes.heartbeat("drawing pictures"),
-                **images_to_fill,
+                **image_options,
             )  # fmt: skip
         return result
 
@@ -378,7 +376,7 @@ def draw(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
         with processes.raise_on_all_ranks():
             if shard is not None:
                 batch_paths = paths[batch_starts[shard] : batch_starts[shard] + args.batch_size]
-                save_missing(batch_paths, pixels_of([batch_starts[shard]], pictures), max(1, args.num_workers))
+                save_missing(batch_paths, pixels_of([batch_starts[shard]], draw_batch), max(1, args.num_workers))
     with processes.raise_on_all_ranks():
         if processes.is_root:
             lines = [
@@ -390,9 +388,7 @@ def draw(args: argparse.Namespace, processes: distributed.ProcessGroup) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv)
-    distributed.launch_inference(lambda processes: draw(args, processes), parser, args)
+    start_inference(draw, build_parser(), argv)
 
 
 if __name__ == "__main__":

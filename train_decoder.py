@@ -98,7 +98,7 @@ def clip_mismatch_text(
 
 
 class UnetTraining:
-    """The training of one Unet besides its engine: losses, random numbers and the learning rate."""
+    """What the training of one Unet needs beside its engine: losses, random numbers and the learning rate."""
 
     def __init__(self, args: argparse.Namespace, decoder: Decoder, number: int, device: torch.device) -> None:
         from tandem.models.diffusion import DiffusionLoss
@@ -142,7 +142,7 @@ class UnetTraining:
         return self.loss(network, x0, conditions, **draws)
 
     def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
-        """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
+        """Errors (b,) of a batch of the validation split, and their noise levels, the same ones at every step."""
         draws = self.draws.fixed(batch["positions"], total, self.full_shape)
         x0, conditions = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
         return self.loss(network, x0, conditions, **draws).error, draws["times"]
@@ -211,7 +211,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return errors.result(processes.sum)
 
     def evaluate_pictures() -> dict[str, float]:
-        """The quality of the pictures that the kept weights draw."""
+        """The quality of the pictures that the final weights draw."""
         quality = GenerationQuality(
             device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
@@ -232,7 +232,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     if args.n_evaluation_samples:
         run.warn(missing_metrics_text({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
-    # A factor of the bits of one sampled level: their mean is then the whole bound, as in Nichol and Dhariwal 2021.
+    # The factor `timesteps` makes the mean over sampled levels the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)
 

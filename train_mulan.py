@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed, schedules
-from tandem.config.converters import FOLDER, templates
+from tandem.config.converters import templates
 from tandem.config.data import SoundFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.mulan import NOT_IN_MUSICLM_FILE, MuLaNConfig, TowerFlags
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import DecayingOptimizerFlags, RunFlags
+from tandem.config.shared import DecayingOptimizerFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
 
     from tandem.data.feed import Batch, TrainingData
     from tandem.data.tokenizers import Tokenizer
+    from tandem.distributed import ProcessGroup
     from tandem.models import MuLaN
     from tandem.training.losses.contrastive import Contrastive
     from tandem.training.metrics.embedder import Embedder
@@ -47,12 +48,8 @@ PAIRS_SHOWN = 64  # in a picture of similarities
 class TrainingFlags:
     """Where the weights come from, the loss, schedules, and what is measured."""
 
-    init_from: str | None = flag(
-        None,
-        "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub), whose architecture is taken "
-        "where no flag sets another",
-        FOLDER,
-        title="model",
+    init_from: str | None = start_flag(
+        "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub)", title="model"
     )
     loss: str = flag(
         "decoupled",
@@ -105,8 +102,8 @@ def build_parser() -> ArgumentParser:
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
-    """The model with seeded weights, the same on every process, or with those of ``--init_from``. The towers of a run
-    that goes on are those of its checkpoint, and their files need not be there any more."""
+    """The model with seeded weights, the same on every process, or with those of ``--init_from``. A resumed run takes
+    its towers from its checkpoint: their files may be gone."""
     import torch
 
     from tandem import models
@@ -134,10 +131,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     return model
 
 
-def evaluate(
-    embedder: Embedder, feed: TrainingData, contrastive: Contrastive, templates: Sequence[str],
-    processes: distributed.ProcessGroup,
-) -> dict[str, float]:  # fmt: skip
+def evaluate(embedder: Embedder, feed: TrainingData, contrastive: Contrastive, templates: Sequence[str], processes: ProcessGroup) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
     from tandem.training.metrics.averages import Averages
     from tandem.training.metrics.retrieval import RetrievalQuality, class_embeddings, prompts
@@ -159,7 +153,7 @@ def evaluate(
 
 
 def picture(embedder: Embedder, samples: Batch, count: int) -> Image.Image:
-    """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
+    """Spectrograms with the nearest captions, and the similarity of each sound to each caption."""
     from tandem.training.visuals.sounds import best_matches, sounds_picture
 
     sounds, texts = embedder.sounds(samples["waveforms"]), embedder.texts(samples["captions"])

@@ -24,7 +24,7 @@ from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import RunFlags
+from tandem.config.shared import RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 from tandem.weights.load import init_model
 
@@ -44,10 +44,8 @@ COLUMNS = ("recon_loss", "codes_used", "temperature", "valid/psnr", "valid/loss"
 class LossFlags:
     """The loss, its schedules, and where the weights come from."""
 
-    init_from: str | None = flag(
-        None,
-        "start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub, "
-        "whose architecture is taken where no flag sets another",
+    init_from: str | None = start_flag(
+        "start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub",
         FILE,
         title="model",
     )
@@ -121,7 +119,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     ema = make_ema(vae, args.ema_decay, args.ema_power)
     noise = Noise(args.seed, "gumbel")
-    temperature_of = partial(schedules.anneal, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
+    temperature_at = partial(schedules.anneal, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
 
     def objective(out: VAEOutput) -> Tensor:
         return out.recon_loss + args.kl_loss_weight * out.kl
@@ -132,15 +130,15 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         for batch in feed.validation():
             images = to_unit_range(batch["images"])
             codes = model.get_codebook_indices(images)
-            loss = objective(model(images, temperature=temperature_of(step)))
+            loss = objective(model(images, temperature=temperature_at(step)))
             quality.add(images, model.decode(codes), codes, loss=loss)
         values, counts = quality.result(processes.sum)
         return {**values, "codes": code_histogram(counts)}
 
     def draw(models: Mapping[str, DiscreteVAE], samples: Batch, step: int) -> Image.Image:
-        """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
+        """Originals, soft and hard reconstructions by the final model: the average if there is one."""
         model, images = final_model(models), to_unit_range(samples["images"])
-        soft = model(images, temperature=temperature_of(step)).reconstruction
+        soft = model(images, temperature=temperature_at(step)).reconstruction
         return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
 
     alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
@@ -153,7 +151,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run.resume(engine=vae, ema=ema)
 
     for step, batch in updates(run, evaluation, preview=args.num_images_save):
-        temperature, codes = temperature_of(step), []
+        temperature, codes = temperature_at(step), []
         vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
         for micro_batch in vae.micro_batches(batch):
             images = to_unit_range(micro_batch["images"])

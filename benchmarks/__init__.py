@@ -4,6 +4,6 @@
     python -m benchmarks --only training,loading
     python -m benchmarks --only loading --image_folder photos/
 
-Every comparison takes turns (A, B, A, B, ...), as short as can be, so that whatever else the machine does meets both
-sides alike; a ratio is formed per round and reported as median, least and most. Ratios are ours over the reference.
+The sides of a comparison take short turns (A, B, A, B, ...), so that other load on the machine affects both alike. Each
+round gives a ratio, ours over the reference; the table has their median, least and most.
 """

@@ -1,5 +1,5 @@
-"""horovodrun, but it waits up to an hour for processes that it has asked to end. Otherwise it kills them after 5 s, and
-on a loaded machine a save may take longer."""
+"""horovodrun, but it waits up to an hour for processes that it has asked to end, instead of 5 s: on a loaded machine a
+save may take longer."""
 
 import functools
 import sys
@@ -7,8 +7,8 @@ import sys
 import psutil
 from horovod.runner.launch import run_commandline
 
-# Horovod waits for the processes by this function. For the shell around them, which it has stopped, it still waits 5 s.
-# Horovod spawns helper processes, which import this file again and so wait in the same way.
+# Horovod waits for the processes by this function; for the shell around them, which it has stopped, it still waits 5 s.
+# Horovod's helper processes import this file again, and so wait as long.
 _wait_procs = psutil.wait_procs
 psutil.wait_procs = functools.wraps(_wait_procs)(lambda processes, timeout=None: _wait_procs(processes, 3600))  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Start worker.py through the real launchers and read what it measured."""
+"""Starts worker.py through the real launchers, and reads its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from .machine import cores
 from .references import HOROVOD, REFERENCES
 
 _TIMEOUT_SECONDS = 600
-_WORKER = "benchmarks.worker"
 # Switch off all work other than the updates, so that every update does the same; logging keeps its defaults.
 _SCRIPT_FLAGS = ("--valid_fraction", "0", "--num_workers", "0", "--validate_every_n_steps", "0",
                  "--sample_every_n_steps", "0", "--save_every_n_steps", "0")  # fmt: skip
@@ -30,15 +29,14 @@ _DATA = {"train_mulan": ("--audio_data", "demo:tones:64", *TOKENIZER),
          "train_tokenizer": ("--video_folder", "demo:moving:64")}  # fmt: skip
 
 
-# Fixes glibc malloc's thresholds, in bytes: otherwise the C library may keep much of the freed memory, and resident
-# memory would not show how much is in use.
+# Thresholds of glibc's malloc, in bytes. By default it may keep much of the freed memory, which is then resident but
+# not in use.
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
 
-PYTHON, TORCHRUN, HOROVODRUN = ONE_PROCESS, Launcher("torchrun"), Launcher("horovodrun")
-FSDP = Launcher("torchrun", backend="fsdp")
+TORCHRUN, HOROVODRUN = Launcher("torchrun"), Launcher("horovodrun")
 ZERO = tuple(Launcher("deepspeed", zero_stage=stage) for stage in range(4))
-LAUNCHERS = (TORCHRUN, FSDP, *ZERO, HOROVODRUN)
+LAUNCHERS = (TORCHRUN, Launcher("torchrun", backend="fsdp"), *ZERO, HOROVODRUN)
 
 
 def label(launcher: Launcher) -> str:
@@ -61,7 +59,7 @@ def measure(
     threads: int | None = None, rounds: int, turns: int, updates: int, warmup: int = 2,
     environment: Mapping[str, str] | None = None, seconds: float = _TIMEOUT_SECONDS,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """What ``worker.Side.write`` writes, by side. Each side is a job of its own.
+    """Side -> its results, as ``worker.Side.write`` writes them. Each side is a job of its own.
 
     Args:
         launcher: Starts the script.
@@ -89,17 +87,18 @@ def measure(
             *(*REFERENCES[script].flags, "--output_dir", str(Path(folder) / "run")),
         ]
         commands = [
-            _launcher_of(side, launcher).command(_WORKER, ["--side", side, *flags, *launcher.flags]) for side in sides
+            _launcher_of(side, launcher).command("benchmarks.worker", ["--side", side, *flags, *launcher.flags])
+            for side in sides
         ]
         run(commands, {"OMP_NUM_THREADS": str(threads), **(environment or {})}, seconds)
         return {side: json.loads((Path(folder) / f"{side}.json").read_text()) for side in sides}
 
 
 def _launcher_of(side: str, launcher: Launcher) -> Launcher:
-    """How people start this side."""
+    """The launcher of a side: that of the script, or the usual one of its reference."""
     if side == "script":
-        return launcher.bare  # whose flags are among those of the script
-    others = HOROVODRUN if side == HOROVOD else PYTHON if launcher.processes == 1 else TORCHRUN
+        return launcher.bare  # the script gets the flags of the launcher
+    others = HOROVODRUN if side == HOROVOD else ONE_PROCESS if launcher.processes == 1 else TORCHRUN
     return replace(others, processes=launcher.processes)
 
 
@@ -117,18 +116,18 @@ def run(
     Raises:
         JobFailed: one of them ended otherwise, or took longer.
     """
-    finished = finish_all([Job(command, "", None, **{**AS_A_USER, **environment}) for command in commands], seconds)
-    for each in finished:
-        if each.returncode not in (None, expected):  # None: it was killed, because another one had failed
-            print(each.output[-3000:], file=sys.stderr)
-            raise JobFailed(f"exit code {each.returncode}: {reason(each.output)}")
+    jobs = [Job(command, "", None, **{**AS_A_USER, **environment}) for command in commands]
+    for finished in finish_all(jobs, seconds):
+        if finished.returncode not in (None, expected):  # None: it was killed, because another one had failed
+            print(finished.output[-3000:], file=sys.stderr)
+            raise JobFailed(f"exit code {finished.returncode}: {reason(finished.output)}")
 
 
 def reason(output: str) -> str:
-    """The line of a failed job's output that says most: its last error, else its last line."""
+    """The last error in the output of a failed job, else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # Of a script, of Python, of anything: launchers say more after it.
+    # Errors of a script, errors of Python, any line. Launchers print more lines after an error.
     for pattern in (r"(\S+: )?(error|stopped): ", r"(\w+\.)*[A-Z]\w*: ", ""):
-        if found := [line for line in lines if re.match(pattern, line)]:
-            return found[-1][:300]
-    return "it said nothing"
+        if matches := [line for line in lines if re.match(pattern, line)]:
+            return matches[-1][:300]
+    return "it printed nothing"

@@ -1,6 +1,6 @@
-"""Start real processes through the real launchers, each job with a mark by which all its processes are found and ended.
+"""Starts scripts through the real launchers. A mark in the environment of a job finds all its processes, to end them.
 
-No outcome depends on how fast the machine is: ``HANG_SECONDS`` only ends jobs that would never end.
+No result depends on the speed of the machine: ``HANG_SECONDS`` only ends jobs that would never end.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ ENVIRONMENT = {
 }
 
 
-#: For jobs that are no tests, such as those of `make bench`: as somebody starts them, with the OMP_NUM_THREADS that is
-#: set, and without tests/launch/startup, which changes when Python collects garbage. But launchers are as patient as in
-#: tests (ENVIRONMENT), so that a slow start or end fails no measurement.
+#: The environment of a user's job, for jobs that are no tests, such as those of `make bench`: OMP_NUM_THREADS as it is
+#: set, and no tests/launch/startup, which changes when Python collects garbage. The timeouts of ENVIRONMENT stay, so
+#: that a slow start or end fails no measurement.
 AS_A_USER = {
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
 
 
-# DeepSpeed has functions of Muon compiled when it wraps a model. Nothing here uses them, and importing the compiler is
-# half of a start.
+# DeepSpeed compiles functions of Muon, which nothing here uses, when it wraps a model; importing the compiler takes
+# half of the start.
 WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-_KILL_SECONDS = 300.0  # after which a process that was killed is still there, as one does that a disk holds up
-_PORTS = range(10_000, 32_000)  # below those that the system hands out by itself
+_KILL_SECONDS = 300.0  # limit for a killed process to disappear; one that waits for a disk takes long
+_PORTS = range(10_000, 32_000)  # below the ephemeral ports of the system
 
 
 class JobFailed(RuntimeError):
@@ -67,25 +67,25 @@ class Launcher:
     name: str
     processes: int = 1
     zero_stage: int | None = None
-    backend: str | None = None  # if it is not the one that the launcher stands for
+    backend: str | None = None  # if it is not the launcher's own
 
     def __str__(self) -> str:
         stage = "" if self.zero_stage is None else f"-zero{self.zero_stage}"
         return f"{self.name}{stage}{f'-{self.backend}' if self.backend else ''}-x{self.processes}"
 
     @property
-    def of_job(self) -> Launcher:
-        """The same launcher without the ZeRO stage, of which several may follow one another in a job."""
+    def without_stage(self) -> Launcher:
+        """The same launcher without the ZeRO stage: a job may run several stages, one after the other."""
         return replace(self, zero_stage=None)
 
     @property
     def bare(self) -> Launcher:
-        """The same launcher without what flags of the script say."""
+        """The same launcher without the attributes that `flags` passes to the script."""
         return replace(self, zero_stage=None, backend=None)
 
     @property
     def flags(self) -> list[str]:
-        """Flags of the script that belong to it."""
+        """Flags of the script for the ZeRO stage and the backend."""
         stage = [] if self.zero_stage is None else ["--zero_stage", str(self.zero_stage)]
         return [*stage, *(["--distributed_backend", self.backend] if self.backend else [])]
 
@@ -111,44 +111,39 @@ class Launcher:
             return [str(tool("deepspeed")), "--num_gpus", n, *port, *path, *flags]
         assert self.name == "horovodrun", self.name
         tool("horovodrun")  # says in one line that it is missing
-        # Where --gloo does not say so, horovodrun imports PyTorch once more, to find out that there is no MPI.
+        # Without --gloo, horovodrun imports PyTorch once more, to find out that there is no MPI.
         return [*PATIENT_HOROVODRUN, "-np", n, sys.executable, *path, *flags]
 
 
 ONE_PROCESS = Launcher("python")
 ZERO_STAGES = [Launcher("deepspeed", 2, zero_stage=stage) for stage in range(4)]
-_OF_LAUNCHERS = ("single", "ddp", "deepspeed", "horovod")
-# Backends that no launcher stands for. They are found by listing: what is added to distributed/backends is tested.
-CHOSEN = [
-    Launcher("torchrun", processes, backend=name)
-    for name in all_backends()
-    if name not in _OF_LAUNCHERS
-    for processes in (2, 4)
-]
-CHOSEN_ON_TWO, CHOSEN_ON_FOUR = ([each for each in CHOSEN if each.processes == n] for n in (2, 4))
+_LAUNCHERS_OWN = ("single", "ddp", "deepspeed", "horovod")
+# Backends that are no launcher's own. They are listed from distributed/backends, so that tests cover a new one.
+_CHOSEN = [name for name in all_backends() if name not in _LAUNCHERS_OWN]
+CHOSEN_ON_TWO, CHOSEN_ON_FOUR = ([Launcher("torchrun", n, backend=name) for name in _CHOSEN] for n in (2, 4))
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left behind. One that was killed has no exit code."""
+    """Exit code (None if the job was killed) and output of a job."""
 
     returncode: int | None
     output: str  # stdout and stderr, in the order of writing
 
 
 class Job:
-    """One start of a script. Its output goes to a file, so that a process that is left over holds no pipe open.
+    """One start of a script. Its output goes to a file, because a leftover process would hold a pipe open.
 
     Args:
-        script: With which the training processes are started; "": the job has none.
+        script: The script or module of the training processes; "": the job has none.
     """
 
     def __init__(
         self, command: Sequence[str], script: str | Path = "", log: Path | None = None, **environment: str
     ) -> None:
-        self.command, self.script, self._began = list(command), str(script), time.monotonic()
+        self.command, self.script, self._start = list(command), str(script), time.monotonic()
         self._log = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
-        # Jobs that are given the same mark count as one: `torchrun` is a job of its own on every machine.
+        # Jobs with the same mark count as one: a launch over several machines has a `torchrun` on each.
         self._mark = environment.get(MARK, f"{os.getpid()}-{time.monotonic_ns()}")
         self.process = subprocess.Popen(
             self.command,
@@ -163,7 +158,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """Seconds since the job was started."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self._start
 
     @property
     def output(self) -> str:
@@ -176,26 +171,26 @@ class Job:
         return self.process.poll()
 
     def everything(self) -> list[psutil.Process]:
-        """All live processes of the job, found by the mark in their environment, because launchers put processes into
-        sessions of their own."""
-        found = []
+        """All live processes of the job, by the mark in their environment: launchers put processes into sessions of
+        their own."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def ranks(self) -> list[psutil.Process]:
-        """The training processes by rank. Loader workers, which look the same but are their children, are left out."""
-        found: dict[int, tuple[int, int, psutil.Process]] = {}
+        """The training processes by rank. Their loader workers, which have the same command line, are left out."""
+        candidates: dict[int, tuple[int, int, psutil.Process]] = {}
         for process in self.everything() if self.script else []:
             with contextlib.suppress(psutil.Error, IndexError):
                 arguments, environment = process.cmdline(), process.environ()
                 if "python" in arguments[0] and any(text.endswith(self.script) for text in arguments[1:3]):
                     names = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK")
                     rank = int(next((environment[name] for name in names if name in environment), 0))
-                    found[process.pid] = (rank, process.ppid(), process)
-        ranks = {rank: process for rank, parent, process in found.values() if parent not in found}
+                    candidates[process.pid] = (rank, process.ppid(), process)
+        ranks = {rank: process for rank, parent, process in candidates.values() if parent not in candidates}
         return [ranks[rank] for rank in sorted(ranks)]
 
     def has_ended(self) -> bool:
@@ -214,10 +209,10 @@ class Job:
 
     def stacks(self) -> str:
         """The processes that are still alive, and the end of the job's output with their stack traces."""
-        left = self.everything()
+        alive = self.everything()
         send(self.ranks(), signal.SIGABRT)  # PYTHONFAULTHANDLER then prints the stacks
         time.sleep(3)
-        return "\n".join([*map(str, left), self.output[-8000:]])
+        return "\n".join([*map(str, alive), self.output[-8000:]])
 
     def kill(self) -> None:
         """Kill every process of the job.
@@ -226,10 +221,10 @@ class Job:
             JobFailed: one cannot be killed.
         """
         deadline = time.monotonic() + _KILL_SECONDS
-        while left := self.everything():
+        while alive := self.everything():
             if time.monotonic() > deadline:
-                raise JobFailed(f"cannot be killed: {', '.join(map(str, left))}")
-            send(left, signal.SIGKILL)
+                raise JobFailed(f"cannot be killed: {', '.join(map(str, alive))}")
+            send(alive, signal.SIGKILL)
             self.process.poll()
             time.sleep(0.05)
         self.process.wait()
@@ -241,10 +236,11 @@ def start(launcher: Launcher, script: str | Path, flags: Sequence[str], launcher
 
 
 def finish_all(jobs: Sequence[Job], seconds: float) -> list[Finished]:
-    """Wait until all jobs have ended, or one has failed, for which the others would wait. What is left is killed.
+    """Wait until all jobs have ended, or one has failed, for which the others would wait. Then kill all processes that
+    are still alive.
 
     Raises:
-        JobFailed: that takes longer than ``seconds``; or what is left cannot be killed.
+        JobFailed: the jobs took longer than ``seconds``, or a process cannot be killed.
     """
     deadline, ended = time.monotonic() + seconds, list[Job]()
     try:
@@ -295,8 +291,8 @@ def tool(name: str) -> Path:
 
 
 def free_port() -> int:
-    """A port that nothing uses, and that no other call is given before all of `_PORTS` were: a job uses it seconds
-    later, while others start beside it."""
+    """A free port, which no other call gets until all of `_PORTS` were used: a job opens it seconds later, while other
+    jobs start."""
     with open(Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}", "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 import time
@@ -19,7 +20,7 @@ from tandem.data.sampling.stream import TrainingStream
 from tandem.data.sets import open_images
 
 from . import machine
-from .report import Row, compared
+from .report import Row, comparison
 
 _IMAGE_SIZE = 128
 _BATCH_SIZE = 8  # the script's default
@@ -33,7 +34,7 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
     that each decode their share of the files and keep nothing.
 
     The stream also hands batches to the main process, which the reference does not do. Each turn starts new processes
-    and measures them once they are under way (for the stream: once the batches prefetched at its start are used up).
+    and measures them after their start (for the stream: after the batches that it prefetches at its start).
 
     Raises:
         ValueError: the folder cannot be used; the text is one line.
@@ -51,7 +52,7 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
             reference.append(plain_rate(paths, workers))
         source = image_folder or "generated"
         note = f"{len(paths)} {source} images of {sum(n_bytes) / len(n_bytes) / 1000:.0f} kB, {workers} processes"
-        yield compared(f"loader, {_IMAGE_SIZE} px", "images/s", ours, reference, note, goal=1.5)
+        yield comparison(f"loader, {_IMAGE_SIZE} px", "images/s", ours, reference, note, goal=1.5)
 
 
 def write_photos(folder: Path) -> None:
@@ -73,12 +74,7 @@ def stream_rate(samples: Any, workers: int) -> float:
     batches = iter(TrainingStream(samples, order, **loading))
     for _ in range(3 * workers):  # PyTorch's DataLoader prefetches two batches per worker
         next(batches)
-    began = now = time.perf_counter()
-    n = 0
-    while now - began < _TURN_SECONDS:
-        n += len(next(batches)["positions"])
-        now = time.perf_counter()
-    return n / (now - began)
+    return _samples_per_second(batch["positions"] for batch in batches)
 
 
 def plain_rate(paths: Sequence[str], workers: int) -> float:
@@ -90,13 +86,17 @@ def plain_rate(paths: Sequence[str], workers: int) -> float:
 def _plain_process(paths: Sequence[str]) -> float:
     torch.set_num_threads(1)
     plain_decode(paths[0])
-    began = now = time.perf_counter()
-    n = 0
-    while now - began < _TURN_SECONDS:
-        plain_decode(paths[n % len(paths)])
-        n += 1
+    return _samples_per_second(plain_decode(path)[None] for path in itertools.cycle(paths))
+
+
+def _samples_per_second(batches: Iterator[Any]) -> float:
+    """Samples per second of an endless iterator over batches, measured for a turn."""
+    start = now = time.perf_counter()
+    total = 0
+    while now - start < _TURN_SECONDS:
+        total += len(next(batches))
         now = time.perf_counter()
-    return n / (now - began)
+    return total / (now - start)
 
 
 def plain_decode(path: str, size: int = _IMAGE_SIZE) -> Tensor:

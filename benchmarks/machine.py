@@ -24,16 +24,16 @@ def gpus() -> int:
 
 def facts() -> dict[str, Any]:
     """Hardware and versions as JSON values. The load average (1, 5, 15 minutes) shows how busy the machine was."""
-    versions = {str(each.name).lower(): each.version for each in metadata.distributions()}
+    versions = {str(package.name).lower(): package.version for package in metadata.distributions()}
     packages = ("torch", "deepspeed", "horovod", "pillow", "numpy")
     has_gpu = gpus() > 0
-    of_gpus: Any = torch.get_device_module() if has_gpu else None
+    gpu_module: Any = torch.get_device_module() if has_gpu else None
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "cpu": _cpu_name(),
+        "cpu": proc_value("cpuinfo", "model name") or platform.processor(),
         "cores": cores(),
-        "gpus": [of_gpus.get_device_name(index) for index in range(gpus())],
-        "gpu_memory_mib": of_gpus.get_device_properties(0).total_memory // 2**20 if has_gpu else None,
+        "gpus": [gpu_module.get_device_name(index) for index in range(gpus())],
+        "gpu_memory_mib": gpu_module.get_device_properties(0).total_memory // 2**20 if has_gpu else None,
         "cuda": torch.version.cuda if has_gpu else None,
         "cudnn": torch.backends.cudnn.version() if has_gpu else None,
         "system": platform.platform(),
@@ -53,8 +53,8 @@ def headline(facts: dict[str, Any]) -> str:
     return f"{hardware}; torch {facts['packages']['torch']}; {facts['seconds']:.0f} s, load average {load}"
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+def proc_value(file: str, key: str) -> str | None:
+    """The first value of a key in a file of /proc, such as "VmRSS" in "self/status"; None if there is none."""
+    path = Path("/proc", file)
+    pairs = (line.partition(":") for line in (path.read_text().splitlines() if path.exists() else []))
+    return next((value.strip() for name, _, value in pairs if name.strip() == key), None)

@@ -1,4 +1,4 @@
-"""What the scripts are measured against: the loops of reference/, on the batches of a script's loader."""
+"""The references of the benchmarks: the loops of reference/, on the batches of a script's loader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from tandem.data.tokenizers import open_tokenizer
 from tandem.training.noise import Noise
 
-# Sides of a comparison: the file as it stands, and its only model in what people use for several processes.
+# Sides of a comparison: the file as it stands, and its only model in the usual wrappers for several processes.
 REFERENCE, DDP, DDP_SAME_NOISE, HOROVOD = "reference", "ddp", "ddp-same-noise", "horovod"
 DESCRIPTIONS = {
     REFERENCE: "the reference",
@@ -29,13 +29,13 @@ _DTYPES = {"bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Reference:
-    """A file of reference/, and how a script's arguments and batches are those of its `train`.
+    """A file of reference/, and the translation of a script's arguments and batches to those of its `train`.
 
     Args:
-        name: Of the file.
+        name: Stem of the file.
         models: (the module, its settings, the script's arguments, a batch) -> the models that `train` takes, in order.
         batch: A batch of the script's loader -> one of `train`.
-        flags: Flags with which the script trains the same.
+        flags: Flags with which the script trains the same model.
     """
 
     name: str
@@ -48,22 +48,21 @@ class Reference:
         return importlib.import_module(f"reference.{self.name}")
 
     def settings(self, args: argparse.Namespace) -> Any:
-        """The script's arguments of the same names. A tuple of one value is that value, and so is a list, which has one
-        for each Unet, of equal ones."""
+        """The script's arguments of the same names. A list of equal values, one for each Unet, and a tuple of one value
+        become that value."""
 
-        def value(name: str) -> Any:
-            said = getattr(args, name)
-            said = said[0] if isinstance(said, list) and said.count(said[0]) == len(said) else said
-            return said[0] if isinstance(said, tuple) and len(said) == 1 else said
+        def setting(name: str) -> Any:
+            value = getattr(args, name)
+            value = value[0] if isinstance(value, list) and value.count(value[0]) == len(value) else value
+            return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
-        names = [each.name for each in fields(self.module.Settings)]
-        return self.module.Settings(**{name: value(name) for name in names if getattr(args, name) is not None})
+        names = [field.name for field in fields(self.module.Settings)]
+        return self.module.Settings(**{name: setting(name) for name in names if getattr(args, name) is not None})
 
     def updates(
         self, args: argparse.Namespace, batches: Sequence[Mapping[str, Any]], device: torch.device, side: str
     ) -> Iterator[None]:
-        """One update per ``next``, for ever, on these batches in turn. As one would write it, precision "bf16" is
-        autocast around an update."""
+        """Endless updates, one per ``next``, on these batches in turn; for precision "bf16" under autocast."""
         settings = replace(self.settings(args), max_steps=10**9)
         models = [model.to(device) for model in self.models(self.module, settings, args, batches[0])]
         if args.compile:
@@ -72,17 +71,17 @@ class Reference:
         if side in (DDP, DDP_SAME_NOISE):
             models = [nn.parallel.DistributedDataParallel(model) for model in models]
 
-        def taken(batch: Mapping[str, Any]) -> Any:
-            found = self.batch(batch)
-            if torch.is_tensor(found):
-                return found.to(device, non_blocking=True)
-            return {name: value.to(device) if torch.is_tensor(value) else value for name, value in found.items()}
+        def load(batch: Mapping[str, Any]) -> Any:
+            inputs = self.batch(batch)
+            if torch.is_tensor(inputs):
+                return inputs.to(device, non_blocking=True)
+            return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
         noise = [lambda step, n: self.module.noise_of(settings, n, device)] if hasattr(self.module, "noise_of") else []
         if side == DDP_SAME_NOISE:
             noise = [_keyed_noise(args.seed, self.module.noise_of(settings, 1, device).shape[1:], device)]
-        with _optimizers_of_horovod() if side == HOROVOD else contextlib.nullcontext():
-            loop = self.module.train(*models, map(taken, itertools.cycle(batches)), *noise, settings)
+        with _horovod_optimizers() if side == HOROVOD else contextlib.nullcontext():
+            loop = self.module.train(*models, map(load, itertools.cycle(batches)), *noise, settings)
             while True:
                 dtype = _DTYPES.get(args.precision)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
@@ -91,14 +90,14 @@ class Reference:
 
 
 def _keyed_noise(seed: int, shape: Sequence[int], device: torch.device) -> Callable[[int, int], torch.Tensor]:
-    """What train_vae.py draws: the same on any number of processes."""
+    """The noise of train_vae.py: the same on any number of processes."""
     noise, rank = Noise(seed, "gumbel"), torch.distributed.get_rank()
     return lambda step, n: noise.gumbel(step, range(rank * n, (rank + 1) * n), shape, device)
 
 
 @contextlib.contextmanager
-def _optimizers_of_horovod() -> Iterator[None]:
-    """Adam, which a loop makes by itself, is wrapped as Horovod's documentation has it."""
+def _horovod_optimizers() -> Iterator[None]:
+    """A context in which torch.optim.Adam, which a loop constructs, is Horovod's DistributedOptimizer of it."""
     import horovod.torch as hvd
 
     adam: Any = torch.optim.Adam
@@ -113,8 +112,8 @@ def _optimizers_of_horovod() -> Iterator[None]:
         torch.optim.Adam = adam  # type: ignore[misc]
 
 
-def _made(*classes: str) -> Callable[..., list[nn.Module]]:
-    """Models of these classes, which take the settings alone."""
+def _constructor(*classes: str) -> Callable[..., list[nn.Module]]:
+    """The constructor of models of these classes, which take the settings alone."""
     return lambda module, settings, args, batch: [getattr(module, name)(settings) for name in classes]
 
 
@@ -127,11 +126,11 @@ def _decoder(module: Any, settings: Any, args: argparse.Namespace, batch: Mappin
 
 
 REFERENCES = {
-    "train_vae": Reference("vae", _made("DiscreteVAE"), lambda batch: batch["images"]),
-    "train_vqgan": Reference("vqgan", _made("VQGAN", "Discriminator", "VQGAN"), lambda batch: batch["images"]),
+    "train_vae": Reference("vae", _constructor("DiscreteVAE"), lambda batch: batch["images"]),
+    "train_vqgan": Reference("vqgan", _constructor("VQGAN", "Discriminator", "VQGAN"), lambda batch: batch["images"]),
     "train_mulan": Reference("mulan", _mulan, lambda batch: {**batch, "lengths": torch.as_tensor(batch["lengths"])}),
     "train_tokenizer": Reference(
-        "tokenizer", _made("VideoTokenizer", "VideoDiscriminator"), lambda batch: batch["videos"],
+        "tokenizer", _constructor("VideoTokenizer", "VideoDiscriminator"), lambda batch: batch["videos"],
         ("--layers", "residual,compress_space,residual,compress_space,residual,compress_time,residual"),
     ),
     "train_decoder": Reference(

@@ -1,4 +1,4 @@
-"""Results: parts of a benchmark are run one after the other; tables for people, JSON for programs."""
+"""Runs the parts of a benchmark one after the other, prints their results as tables, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .launching import JobFailed
 
 
 class NoTime(JobFailed):
-    """A job did not end within its time, which is no mistake."""
+    """A job took longer than its limit, which is no mistake."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,10 @@ class Row:
     """One line of a part's table.
 
     Args:
-        name: Of the line.
-        values: Column -> number or text; empty if nothing could be found out, and ``note`` says why.
+        values: Column -> number or text; empty if there is no result: then ``note`` says why.
         is_bad: The row shows a mistake in this repository, or a job that failed.
-        rounds: Side -> the values of every round, of a comparison.
-        part: Its part, which `results` fills in.
+        rounds: Of a comparison: side -> the values of every round.
+        part: Filled in by `run_parts`.
     """
 
     name: str
@@ -55,14 +54,14 @@ def _is_json(value: float | str) -> bool:
     return isinstance(value, str) or math.isfinite(value)
 
 
-def compared(
+def comparison(
     name: str, unit: str, ours: Sequence[float], reference: Sequence[float], note: str = "", goal: float | None = None
 ) -> Row:
     """The row of a comparison.
 
     Args:
-        ours, reference: Round i gave ``ours[i]`` and ``reference[i]``, taken in turn.
-        goal: The least that the median of their ratios should be.
+        ours, reference: The values of both sides in each round.
+        goal: Least median of the ratios ours / reference.
     """
     ratios = [a / b for a, b in zip(ours, reference, strict=True)]
     median = statistics.median(ratios)
@@ -75,8 +74,8 @@ def compared(
     return Row(name, values, note, rounds={"ours": ours, "reference": reference})
 
 
-def failed(name: str, error: Exception) -> Row:
-    """The row of what gave no result."""
+def failure_row(name: str, error: Exception) -> Row:
+    """The row of a job or a part that failed."""
     text = " ".join(str(error).split())[:300]
     note = text if isinstance(error, JobFailed) else f"failed: {type(error).__name__}: {text}"
     return Row(name, note=note, is_bad=not isinstance(error, NoTime))
@@ -100,23 +99,23 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([f"\n## {rows[0].part}\n", text[0], "|---" * len(lines[0]) + "|", *text[1:]])
 
 
-def results(parts: Mapping[str, Callable[[], Iterator[Row]]], path: Path, **more_facts: Any) -> list[Row]:
+def run_parts(parts: Mapping[str, Callable[[], Iterator[Row]]], path: Path, **more_facts: Any) -> list[Row]:
     """Run the parts, print their tables and write ``{"machine": {...}, "rows": [...]}`` to ``path``. An error becomes a
     row, so that the other parts still run."""
-    facts, began, rows = machine.facts() | more_facts, time.monotonic(), list[Row]()
+    facts, start, rows = machine.facts() | more_facts, time.monotonic(), list[Row]()
     try:
         for part, benchmark in parts.items():
             print(f"{part} ...", file=sys.stderr)
             for row in _caught(benchmark):
                 rows.append(replace(row, part=part))
-                print(f"{time.monotonic() - began:4.0f} s  {rows[-1]}", file=sys.stderr)
+                print(f"{time.monotonic() - start:4.0f} s  {rows[-1]}", file=sys.stderr)
     finally:
-        facts |= {"load_average_after": list(os.getloadavg()), "seconds": round(time.monotonic() - began, 1)}
+        facts |= {"load_average_after": list(os.getloadavg()), "seconds": round(time.monotonic() - start, 1)}
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": facts, "rows": [row.as_json() for row in rows]}
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    of_parts = [[row for row in rows if row.part == part] for part in parts]
-    print(machine.headline(facts), *(table(group) for group in of_parts if group), f"\nwritten to {path}", sep="\n")
+    tables = [table(group) for part in parts if (group := [row for row in rows if row.part == part])]
+    print(machine.headline(facts), *tables, f"\nwritten to {path}", sep="\n")
     return rows
 
 
@@ -124,11 +123,11 @@ def _caught(benchmark: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     try:
         yield from benchmark()
     except Exception as error:
-        yield failed("", error)
+        yield failure_row("", error)
 
 
 def add_names(parser: argparse.ArgumentParser, flag: str, choices: Collection[str]) -> None:
-    """A flag that takes a comma list of some of these names, by default all; in their order here."""
+    """Add a flag for a comma list of some of the ``choices`` (default: all), which are returned in their order."""
 
     def names_of(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
@@ -138,3 +137,13 @@ def add_names(parser: argparse.ArgumentParser, flag: str, choices: Collection[st
 
     parser.add_argument(flag, type=names_of, default=list(choices), metavar="NAMES",
                         help=f"comma list of {', '.join(choices)} (default: all)")  # fmt: skip
+
+
+def benchmark_parser(name: str, description: str | None, json_name: str) -> argparse.ArgumentParser:
+    """A parser with the flag --json, by default ``json_name`` in benchmarks/results/."""
+    parser = argparse.ArgumentParser(
+        name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / json_name, metavar="FILE",
+                        help=f"where to write the results (default: benchmarks/results/{json_name})")  # fmt: skip
+    return parser

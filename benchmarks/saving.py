@@ -15,7 +15,7 @@ from torch import nn
 from tandem.training.checkpoint.store import Checkpoints
 
 from .jobs import one_process
-from .report import Row, compared
+from .report import Row, comparison
 
 _WIDTH, _LAYERS, _BATCH_SIZE = 1600, 39, 64  # 99.9 million parameters
 
@@ -29,32 +29,30 @@ def saving(rounds: int) -> Iterator[Row]:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
         engine = backend.wrap(model, optimizer, name="benchmark")
         inputs = torch.randn(_BATCH_SIZE, _WIDTH, device=backend.processes.device)
-        waits: list[Callable[[], None]] = []
+        callbacks: list[Callable[[], None]] = []
         processes: Any = SimpleNamespace(
-            is_root=True,
-            heartbeat=backend.processes.heartbeat,
-            barrier=backend.processes.barrier,
-            before_update=waits.append,
-        )
+            is_root=True, heartbeat=backend.processes.heartbeat, barrier=backend.processes.barrier,
+            before_update=callbacks.append,
+        )  # fmt: skip
         checkpoints = Checkpoints(Path(folder), keep=1, processes=processes)
-        held, plain = [], []
+        waits, plain_seconds = [], []
         for step in range(rounds):
             engine.backward(engine(inputs).square().mean())
             engine.step()
             parts = {"engine": engine.live_state()}
-            held.append(_seconds(checkpoints.save, step, parts, {}))
+            waits.append(_time(checkpoints.save, step, parts, {}))
             engine.backward(engine(inputs).square().mean())
-            held[-1] += _seconds(waits.pop())
+            waits[-1] += _time(callbacks.pop())
             engine.step()
             checkpoints.wait()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            plain.append(_seconds(torch.save, state, Path(folder) / "plain.pt"))
+            plain_seconds.append(_time(torch.save, state, Path(folder) / "plain.pt"))
         if checkpoints.failure:
             raise RuntimeError(checkpoints.failure)
-        yield compared("save, 100 M parameters: loop held up", "seconds", held, plain, "over torch.save")
+        yield comparison("save, 100 M parameters: loop held up", "seconds", waits, plain_seconds, "over torch.save")
 
 
-def _seconds(work: Callable[..., Any], *arguments: Any) -> float:
-    began = time.perf_counter()
+def _time(work: Callable[..., Any], *arguments: Any) -> float:
+    start = time.perf_counter()
     work(*arguments)
-    return time.perf_counter() - began
+    return time.perf_counter() - start

@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from . import machine
-from .jobs import GIVE_MEMORY_BACK, HOROVODRUN, LAUNCHERS, PYTHON, TORCHRUN, JobFailed, Launcher, label, measure
+from .jobs import GIVE_MEMORY_BACK, HOROVODRUN, LAUNCHERS, ONE_PROCESS, TORCHRUN, JobFailed, Launcher, label, measure
 from .references import DDP, DDP_SAME_NOISE, DESCRIPTIONS, HOROVOD, REFERENCE
-from .report import Row, compared, failed
+from .report import Row, comparison, failure_row
 
 # Small enough for two cores (a quarter of a second per update on one of them). Relative to its computing time it has
 # more weights than the script's default model at the default image size (1.8 million weights and 0.27 s per update,
 # against 17 million and 6 s). The engine's work grows with the number of weights, so its share is larger here.
 _SMALL_MODEL = "--image_size 64 --num_tokens 2048 --emb_dim 256 --num_layers 3 --num_resnet_blocks 1 --hidden_dim 96"
 # For each script: a model, turns of a round, updates of a turn. A round is as long as the default logging interval, so
-# that each logs once; two models that play against each other have the penalty at each fourth update.
+# that each logs once; a script with a discriminator has a gradient penalty at each fourth update.
 SMALL_MODELS = {
     "train_vae": (f"{_SMALL_MODEL} --batch_size 8", 10, 1),
     "train_vqgan": (
@@ -41,11 +41,10 @@ _HEAVY_MODEL = "--image_size 16 --hidden_dim 512 --num_resnet_blocks 6"
 # The script's default model at its default image size, in a batch that keeps a GPU busy.
 _GPU_MODEL = "--batch_size 64"
 _SAMPLES_PER_PROCESS = 4
-_NEEDS_TWO = Row("2 processes", note="needs two GPUs; CUDA_VISIBLE_DEVICES= measures the CPU")
 
 
 def training(rounds: int) -> Iterator[Row]:
-    """Samples per second of each script in one process over those of its reference, and the peaks of both."""
+    """Samples per second of each script in one process over those of its reference, and the peak memory of both."""
     if machine.gpus():
         # Turns of several updates: the host runs ahead of the GPU, as it does in a run.
         models = {
@@ -58,14 +57,14 @@ def training(rounds: int) -> Iterator[Row]:
         script, _, option = name.partition(" ")
         name = f"{script}.py {option}".strip()
         try:
-            result = measure(PYTHON, ["script", REFERENCE], flags.split(), script=script, rounds=rounds, turns=turns,
-                             updates=updates, environment=GIVE_MEMORY_BACK)  # fmt: skip
+            result = measure(ONE_PROCESS, ["script", REFERENCE], flags.split(), script=script, rounds=rounds,
+                             turns=turns, updates=updates, environment=GIVE_MEMORY_BACK)  # fmt: skip
         except JobFailed as error:
-            yield failed(name, error)
+            yield failure_row(name, error)
             continue
-        yield _speeds(name, result, REFERENCE, goal=0.97)
+        yield _speed_row(name, result, REFERENCE, goal=0.97)
         ours, reference = ([peak_mib(result[side]["memory_bytes"])] for side in ("script", REFERENCE))
-        yield compared("... peak memory", "MiB", ours, reference, "over that of the reference; the imports included")
+        yield comparison("... peak memory", "MiB", ours, reference, "over that of the reference; the imports included")
 
 
 def scaling(rounds: int) -> Iterator[Row]:
@@ -89,20 +88,20 @@ def _on_several(
     """train_vae.py by each launcher, over its sides, on each number of processes, of which a GPU has one."""
     gpus = machine.gpus()
     if gpus == 1:
-        yield _NEEDS_TWO
+        yield Row("2 processes", note="needs two GPUs; CUDA_VISIBLE_DEVICES= measures the CPU")
         return
     model, share, turns, updates = ("", 32, 3, 10) if gpus else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 2)
     for launcher, others in sides.items():
         for processes in [count for count in counts if count <= (gpus or count)]:
-            started = replace(launcher, processes=processes)
+            several = replace(launcher, processes=processes)
             flags = f"{model} --batch_size {share * processes} --log_every_n_steps {turns * updates}".split()
             try:
-                result = measure(started, ["script", *others], flags, threads=max(1, machine.cores() // max(counts)),
-                                 rounds=rounds, turns=turns, updates=updates)  # fmt: skip
+                result = measure(several, ["script", *others], flags, rounds=rounds, turns=turns, updates=updates,
+                                 threads=max(1, machine.cores() // max(counts)))  # fmt: skip
             except JobFailed as error:
-                yield failed(label(started), error)
+                yield failure_row(label(several), error)
                 continue
-            yield from (_speeds(label(started), result, side, goal) for side in others)
+            yield from (_speed_row(label(several), result, side, goal) for side in others)
 
 
 def memory() -> Iterator[Row]:
@@ -112,13 +111,13 @@ def memory() -> Iterator[Row]:
     """
     processes = 1 if machine.gpus() == 1 else 2
     reference = None
-    for launcher in [PYTHON, *(replace(launcher, processes=processes) for launcher in LAUNCHERS)]:
+    for launcher in [ONE_PROCESS, *(replace(launcher, processes=processes) for launcher in LAUNCHERS)]:
         name, flags = label(launcher), f"{_HEAVY_MODEL} --batch_size {_SAMPLES_PER_PROCESS * launcher.processes}"
         sides = ["script", *([] if reference else [REFERENCE])]
         try:
             result = measure(launcher, sides, flags.split(), rounds=1, turns=3, updates=1, environment=GIVE_MEMORY_BACK)
         except JobFailed as error:
-            yield failed(name, error)
+            yield failure_row(name, error)
             continue
         ours = result["script"]["memory_bytes"]
         reference = reference or result[REFERENCE]["memory_bytes"]
@@ -126,20 +125,20 @@ def memory() -> Iterator[Row]:
             f"above the imports: {_above_mib(ours, 'start')} to start, {_above_mib(ours, 'updates')} for updates "
             f"(reference {_above_mib(reference, 'start')}, {_above_mib(reference, 'updates')})"
         )
-        yield compared(name, "MiB", [peak_mib(ours)], [peak_mib(reference)], note)
+        yield comparison(name, "MiB", [peak_mib(ours)], [peak_mib(reference)], note)
 
 
-def _speeds(name: str, result: Mapping[str, Mapping[str, Any]], side: str, goal: float | None = None) -> Row:
-    """The row of a script over a side, of what `jobs.measure` returned."""
+def _speed_row(name: str, result: Mapping[str, Mapping[str, Any]], side: str, goal: float | None = None) -> Row:
+    """The row that compares the script with another side, from the result of `jobs.measure`."""
     by_cpu_time = {side: statistics.median(values["samples_per_cpu_second"]) for side, values in result.items()}
     # The ratio in CPU time changes little if other programs run on the machine; it ignores a GPU's work.
     cpu = "" if machine.gpus() else f"; in CPU time {by_cpu_time['script'] / by_cpu_time[side]:.3f}"
-    ours, reference = (result[each]["samples_per_second"] for each in ("script", side))
-    return compared(name, "samples/s", ours, reference, f"over {DESCRIPTIONS[side]}{cpu}", goal)
+    ours, reference = (result[key]["samples_per_second"] for key in ("script", side))
+    return comparison(name, "samples/s", ours, reference, f"over {DESCRIPTIONS[side]}{cpu}", goal)
 
 
 def peak_mib(memory_bytes: Mapping[str, int]) -> float:
-    """The peak of a process, in MiB, of what `worker.Side.write` writes."""
+    """The peak of a process in MiB, from "memory_bytes" of `worker.Side.write`."""
     return max(memory_bytes["start"], memory_bytes["updates"]) / 2**20
 
 

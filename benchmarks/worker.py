@@ -1,12 +1,12 @@
 """One side of a comparison: the real script, or a loop of reference/ in plain PyTorch. Started by jobs.py.
 
-Each side has processes of its own, so that nothing that one of them switches on changes the other. Both are alive at
-once and take turns, a fraction of a second apart: in two separate runs the state of the machine would differ, often by
-more than the difference that is to be measured. While one side has its turn, the others sleep.
+Each side has processes of its own, so that no setting of one changes the other. Both are alive at once and take turns,
+a fraction of a second apart: in two separate runs the state of the machine would differ, often by more than the
+difference to be measured. While one side has its turn, the others sleep.
 
-The script gets batches that are decoded already, so that the time from the beginning of an update to that of the next
-one is that of the real script without its loader: noise, engine, optimizer, clock, logging and the look at the stop
-signal. The reference gets the same batches.
+The script gets batches that are decoded already. The time from the beginning of an update to that of the next is then
+that of the real script without its loader: noise, engine, optimizer, clock, logging and the check of the stop signal.
+The reference gets the same batches.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from tandem import distributed
 from tandem.distributed.torch_comm import leave_process_group
 
+from .machine import proc_value
 from .references import HOROVOD, REFERENCES
 
 if TYPE_CHECKING:
@@ -43,11 +44,9 @@ _DECODED_BATCHES = 4
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks.worker", description="Started by the benchmarks.")
     parser.add_argument("--script", choices=SCRIPTS, default="train_vae", help="the script that is measured")
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="where the sides meet, and where results are written"
-    )
+    parser.add_argument("--folder", type=Path, required=True, help="for results, and files for which the sides wait")
     parser.add_argument("--sides", required=True, help="comma list of script and the names in references.DESCRIPTIONS")
-    parser.add_argument("--side", required=True, help="the one that this process is")
+    parser.add_argument("--side", required=True, help="the side of this process")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--turns", type=int, required=True, help="of each side in a round")
     parser.add_argument("--updates", type=int, required=True, help="of a side in its turn")
@@ -77,31 +76,30 @@ class Side(ABC):
         """JSON values of all processes of this side. Collective."""
 
     def turns(self) -> Iterator[None]:
-        """Yields where an update is to be made, and measures those of the turns."""
+        """Yields before each update, and measures the updates of the turns."""
         options = self._options
         yield from itertools.repeat(None, options.warmup)
-        peak_of_start = peak_memory_bytes(self._device)
+        start_peak = peak_memory_bytes(self._device)
         reset_peak_memory(self._device)
-        self._say(f"ready-{options.side}")
+        self._signal(f"ready-{options.side}")
         for side in self._sides:
             self._wait_for(f"ready-{side}")
-        self._say("turn-0")
+        self._signal("turn-0")
         for _ in range(options.rounds):
-            clock, samples = _Clock(self._device), options.turns * options.updates * self.samples_per_update
+            seconds, samples = {"wall": 0.0, "cpu": 0.0}, options.turns * options.updates * self.samples_per_update
             for _ in range(options.turns):
                 self._wait_for(f"turn-{self._number}")
                 self.gather(None)  # all processes of the side begin together
-                clock.start()
-                yield from itertools.repeat(None, options.updates)
-                clock.stop()
-                self._say(f"turn-{self._number + 1}")
+                with _timed(self._device, seconds):
+                    yield from itertools.repeat(None, options.updates)
+                self._signal(f"turn-{self._number + 1}")
                 self._number += len(self._sides)
-            by_rank = self.gather([clock.wall_seconds, clock.cpu_seconds])
+            by_rank = self.gather([seconds["wall"], seconds["cpu"]])
             self._rates["wall"].append(sum(samples / wall for wall, _ in by_rank))
             self._rates["cpu"].append(samples * len(by_rank) / sum(cpu for _, cpu in by_rank))
-        self._memory = self.gather([self._memory_before, peak_of_start, peak_memory_bytes(self._device)])
-        self._say(f"done-{options.side}")
-        for side in self._sides:  # a run that ended now would validate and save beside the last turn of the others
+        self._memory = self.gather([self._memory_before, start_peak, peak_memory_bytes(self._device)])
+        self._signal(f"done-{options.side}")
+        for side in self._sides:  # else the validation and the save of a run would disturb the last turn of the others
             self._wait_for(f"done-{side}")
 
     samples_per_update: int
@@ -111,15 +109,15 @@ class Side(ABC):
         """Write the results. Samples per second of all processes together, and per second of CPU time, by round. Memory
         in bytes, of the process that uses most: before the model is built, the peak up to the end of the warm-up
         (building, wrapping and the first updates), and the peak of the updates after it."""
-        before, start, updates = max(self._memory, key=lambda bytes_: max(bytes_[1:]))
+        before, start, updates = max(self._memory, key=lambda peaks: max(peaks[1:]))
         result = {
             "samples_per_second": self._rates["wall"], "samples_per_cpu_second": self._rates["cpu"],
             "memory_bytes": {"before": before, "start": start, "updates": updates},
         }  # fmt: skip
         (self._options.folder / f"{self._options.side}.json").write_text(json.dumps(result))
 
-    def _say(self, name: str) -> None:
-        """Make a file that the other sides wait for, once all processes of this side have come here."""
+    def _signal(self, name: str) -> None:
+        """Make a file for which the other sides wait, when all processes of this side have called this."""
         self.gather(None)
         (self._options.folder / name).touch()
 
@@ -130,7 +128,7 @@ class Side(ABC):
 
 
 class Script(Side):
-    """The script, whose run is watched."""
+    """The script, whose updates are measured by a watcher of its `Run`."""
 
     def __init__(self, options: argparse.Namespace, backend: distributed.Backend) -> None:
         super().__init__(options, backend.processes.device)
@@ -140,8 +138,8 @@ class Script(Side):
         return self._backend.processes.gather_objects(value)
 
     def run(self, script: Any, args: argparse.Namespace, settings: dict[str, Any]) -> None:
-        """Train; the last round ends where the last update begins. Write the results on the root."""
-        from tandem.training.run import Run  # after the memory was measured: a reference needs none of it
+        """Train, and write the results on the root. The last round ends where the last update begins."""
+        from tandem.training.run import Run  # after the first look at the memory: a reference does not import it
 
         with Run.watched(self._watch):
             script.train(args, settings, self._backend)
@@ -160,7 +158,7 @@ class Script(Side):
 
 
 class Reference(Side):
-    """A loop of reference/, on one process or on several, which meet through what their launcher belongs to."""
+    """A loop of reference/ on one process, or on several of torchrun or Horovod."""
 
     def __init__(self, options: argparse.Namespace, args: argparse.Namespace) -> None:
         self._rank, self._world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -176,8 +174,8 @@ class Reference(Side):
             device = torch.device(kind.type, local_rank)
             torch.accelerator.set_device_index(local_rank)
         if self._world_size > 1 and self._hvd is None:
-            of_device = torch.distributed.get_default_backend_for_device(device)
-            torch.distributed.init_process_group(f"cpu:gloo,{kind}:{of_device}" if kind else "gloo")
+            device_backend = torch.distributed.get_default_backend_for_device(device)
+            torch.distributed.init_process_group(f"cpu:gloo,{kind}:{device_backend}" if kind else "gloo")
         super().__init__(options, device)
         self._args = args
 
@@ -192,30 +190,30 @@ class Reference(Side):
 
     def run(self) -> None:
         """Make all updates, and write the results on the root."""
-        if self._args.precision == "tf32":  # what one would write for it; else PyTorch's settings stay as they are
+        if self._args.precision == "tf32":  # the usual setting; for other precisions PyTorch's default stays
             torch.set_float32_matmul_precision("high")
         path = _batches(self._options.folder, self._rank)
         self._wait_for(path.name)
-        decoded = [self._pinned(batch) for batch in torch.load(path, weights_only=False)]
+        decoded = [self._pin(batch) for batch in torch.load(path, weights_only=False)]
         self.samples_per_update = len(decoded[0]["positions"])
         loop = REFERENCES[self._options.script].updates(self._args, decoded, self._device, self._options.side)
         for _ in self.turns():
             next(loop)
         if self._rank == 0:
             self.write()
-        del loop  # with DistributedDataParallel's threads, before the group that they belong to
+        del loop  # ends DistributedDataParallel's threads before their process group
         if self._world_size > 1 and self._hvd is None:
             # A thread of the group that still runs while Python ends would abort the process.
             leave_process_group(gracefully=True)
 
-    def _pinned(self, batch: Mapping[str, Any]) -> Any:
-        """With a GPU, tensors in pinned memory, as the script's loader makes them."""
+    def _pin(self, batch: Mapping[str, Any]) -> Any:
+        """A batch with its tensors in pinned memory, if there is a GPU, as the script's loader gives it."""
         pins = self._device.type != "cpu"
         return {key: value.pin_memory() if pins and torch.is_tensor(value) else value for key, value in batch.items()}
 
 
 def decode(run: Run) -> list[dict[str, Any]]:
-    """The next batches of a run, which from now on gets these again and again."""
+    """The next batches of a run. From now on the run gets these, in turn."""
     decoded = list(itertools.islice(run.feed.batches, _DECODED_BATCHES))
     run.feed.batches = itertools.cycle(decoded)
     return decoded
@@ -225,25 +223,17 @@ def _batches(folder: Path, rank: int) -> Path:
     return folder / f"batches-{rank}.pt"
 
 
-class _Clock:
-    """Adds up the time of one side, and waits for the GPU so that all its work counts."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.wall_seconds = self.cpu_seconds = 0.0
-
-    def start(self) -> None:
-        self._wait_for_the_device()
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
-
-    def stop(self) -> None:
-        self._wait_for_the_device()
-        self.wall_seconds += time.perf_counter() - self._wall
-        self.cpu_seconds += time.process_time() - self._cpu
-
-    def _wait_for_the_device(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+@contextlib.contextmanager
+def _timed(device: torch.device, seconds: dict[str, float]) -> Iterator[None]:
+    """A context whose duration is added to `seconds`, by the clock ("wall") and in CPU time ("cpu"), after all work of
+    the GPU before its begin and before its end."""
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None
+    synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    synchronize(device)
+    seconds["wall"] += time.perf_counter() - wall
+    seconds["cpu"] += time.process_time() - cpu
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -254,7 +244,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, if the system can."""
+    """Reset the peak of `peak_memory_bytes`, if the system can."""
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -263,7 +253,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was in use at once since the last reset."""
+    """The peak of `memory_bytes` since the last reset."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     # Prefer VmHWM to ru_maxrss, which a process inherits from the launcher that forked it.
@@ -272,9 +262,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _from_proc(key: str) -> int | None:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+    value = proc_value("self/status", key)
+    return int(value.split()[0]) * 1024 if value else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

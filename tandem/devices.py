@@ -1,4 +1,4 @@
-"""What differs between accelerators: fp64, pinned memory and time."""
+"""Differences between accelerators: fp64, pinned memory and the measurement of time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def fp64_device(device: torch.device | str) -> torch.device:
 
 
 def double(tensor: Tensor) -> Tensor:
-    """A tensor in fp64, on its `fp64_device`. In two steps, because the copy itself may convert on the device."""
+    """A tensor in fp64, on its `fp64_device`. In two steps, because a single copy may convert before it leaves the
+    device."""
     return tensor.to(fp64_device(tensor.device)).double()
 
 

@@ -25,10 +25,10 @@ def recomputation() -> Iterator[None]:
 
 class FlopCounter(TorchDispatchMode):
     """Context that counts the operations of matrix products, convolutions and attention, backward passes included, by
-    the formulas of PyTorch's `torch.utils.flop_counter`, whose `FlopCounterMode` keeps torch.compile from ever
-    compiling what runs in it. Every kernel is called as it would be without it, so that results have the same bits. In
-    a compiled model, library kernels are counted, but no generated ones, such as products of vectors. `flops`
-    is NaN if PyTorch's formulas do not know one of the calls."""
+    the formulas of `torch.utils.flop_counter`. (PyTorch's own `FlopCounterMode` prevents torch.compile from compiling
+    anything inside of it.) The kernels are the same as without the context, and so are the bits of the results. In a
+    compiled model, library kernels are counted, but no generated ones, such as products of vectors. `flops` is NaN if a
+    formula fails for one of the calls."""
 
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry  # takes 0.3 s

@@ -1,21 +1,22 @@
-"""Starts a training script on any number of processes, and fetches the model of its --init_from."""
+"""Parsers of the scripts, their start on any number of processes, and the model of --init_from."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
 from tandem.commands import script_parser
+from tandem.config.converters import PRECISIONS, size, thread_count, worker_count
 from tandem.config.parser import ArgumentParser
 from tandem.training.run_folder.folder import read_config_to_resume
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.card import KINDS
 from tandem.weights.load import (
     DISCRIMINATOR,
-    READ,
+    LOADED_MODELS,
     load_discriminator,
     load_model,
     newest_weights,
@@ -23,6 +24,9 @@ from tandem.weights.load import (
     tokenizer_file,
     with_user_name,
 )
+
+if TYPE_CHECKING:
+    from tandem.distributed import ProcessGroup
 
 
 def training_parser(script: str, text: str, config: type) -> ArgumentParser:
@@ -33,6 +37,48 @@ def training_parser(script: str, text: str, config: type) -> ArgumentParser:
     scripts = sorted({kind.script for kind in KINDS.values()} - {script})
     parser.scripts_with = lambda names: [script for script in scripts if script_parser(script).has_flags(names)]
     return parser
+
+
+def inference_parser(
+    script: str, text: str, usage: str, config: type, *, batch_size: int, unit: str, num_workers_help: str,
+    model_help: str = "",
+) -> ArgumentParser:  # fmt: skip
+    """The parser of a script that uses trained weights, with the flags of its configuration and of all backends.
+
+    Args:
+        usage: What the usage line shows before "[flags]".
+        unit: Unit of a batch, such as "IMAGES".
+        model_help: Help of --model; "" if the configuration has --model and --output.
+    """
+    parser = ArgumentParser(script, text, is_root=distributed.launched_as_root)
+    parser.usage = f"%(prog)s {usage} [flags]"
+    # fmt: off
+    if model_help:
+        add = parser.add_argument_group("from and to").add_argument
+        add("--model", required=True, metavar="DIR", help=model_help)
+        add("--output", "--output_dir", required=True, metavar="DIR",
+            help="folder to write; an incomplete one is continued")
+        add("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
+    parser.add_config(config)
+    add = parser.add_argument_group("computation").add_argument
+    add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
+    add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
+        help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
+    add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
+    add("--cpu_threads", type=thread_count, default=1, metavar="N",
+        help="threads of each process, on a CPU; starting more processes is faster than more threads")
+    # fmt: on
+    distributed.add_arguments(parser, trains=False)
+    return parser
+
+
+def start_inference(
+    run: Callable[[argparse.Namespace, ProcessGroup], None], parser: ArgumentParser, argv: Sequence[str] | None
+) -> None:
+    """Parse the arguments of a script that uses trained weights, connect the processes, and call ``run(args,
+    processes)``."""
+    args = parser.parse(argv)
+    distributed.launch_inference(lambda processes: run(args, processes), parser, args)
 
 
 def start_training(
@@ -64,14 +110,14 @@ def start_training(
     try:
         distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)
     finally:
-        READ.clear()
+        LOADED_MODELS.clear()
 
 
 def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
     """Give a run the architecture of the model of --init_from, where no flag sets another one.
 
     Returns:
-        Lines for the user about what was taken.
+        Lines for the user about the values that were taken.
 
     Raises:
         ValueError: one line, if there is no model, or its description, which is not trusted, is not valid.
@@ -89,14 +135,14 @@ def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list
 
 
 def restore_architecture(parser: ArgumentParser, args: argparse.Namespace, resumed: Mapping[str, Any]) -> list[str]:
-    """Give a resumed run the architecture that it took at its first start, where no flag sets another one, which is
-    refused later.
+    """Give a resumed run the architecture that it took at its first start, where no flag sets another one (which is
+    refused later).
 
     Args:
         resumed: The settings in config.yaml of the run.
 
     Returns:
-        Lines for the user about what was taken.
+        Lines for the user about the values that were taken.
 
     Raises:
         ValueError: one line, if config.yaml lacks a flag, or has a value that does not fit one.
@@ -150,8 +196,8 @@ def describe_model(path: str | Path) -> dict[str, Any]:
             from tandem.weights.formats.detection import detect_format
 
             model, discriminator = load_model(location), load_discriminator(location, from_runs=False)
-            READ.update({(location, "best"): model, (location, DISCRIMINATOR): discriminator})
-            description, assumed = model.description(), detect_format(location).assumed
+            LOADED_MODELS.update({(location, "best"): model, (location, DISCRIMINATOR): discriminator})
+            description, assumed = model.description(), detect_format(location).assumptions
             extras = {"discriminator": discriminator.config} if discriminator else {}
             return {**description, **extras, **({"assumed": assumed(description)} if assumed else {})}
         if kind == "checkpoint":
@@ -163,7 +209,7 @@ def describe_model(path: str | Path) -> dict[str, Any]:
         return {**description, **extras}
 
 
-def fetch_model(name: str | None, processes: distributed.ProcessGroup) -> str | None:
+def fetch_model(name: str | None, processes: ProcessGroup) -> str | None:
     """Fetch the same commit of a model for all processes: the root asks the Hub for the commit, then one process of
     each machine downloads it, and the others find it in the cache. Where the root finds a local path of this name, no
     process asks the Hub. Collective.
@@ -181,16 +227,16 @@ def fetch_model(name: str | None, processes: distributed.ProcessGroup) -> str | 
     pinned_name, is_on_hub = name, False
     with processes.raise_on_all_ranks():
         if processes.is_root and (is_on_hub := hub.is_on_hub(name)):
-            model, _ = hub.split(name) or (name, None)
+            model, _ = hub.parse_name(name) or (name, None)
             processes.heartbeat("downloading the model", is_uninterrupted=True)
             pinned_name = f"{model}@{hub.download(name).name}"
     pinned_name, is_on_hub = processes.broadcast_object([pinned_name, is_on_hub])
     if not is_on_hub:
-        hub.use(name, Path(name))
+        hub.set_folder(name, Path(name))
         return name
     for is_first in (True, False):
         with processes.raise_on_all_ranks():
             if (processes.local_rank == 0) == is_first:
                 processes.heartbeat("downloading the model", is_uninterrupted=True)
-                hub.use(name, hub.download(pinned_name))
+                hub.set_folder(name, hub.download(pinned_name))
     return pinned_name

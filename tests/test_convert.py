@@ -19,7 +19,7 @@ import convert
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.data.stores.output import sha256_of
 from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
-from tandem.weights.formats.dalle import load_dalle
+from tandem.weights.formats.detection import FORMATS
 from tandem.weights.load import open_model
 from tests.models.helpers import assert_same_bits
 from tests.models.reference.autoencoders import CASES, WEIGHTS, state_of, written
@@ -146,7 +146,7 @@ def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp
         assert "another kind" in refused("export", run, "--to", other, out, "--force")
     line = refused("export", tmp_path / "model", "--to", "model", tmp_path / "other", "--weights", "online")
     assert "one set of weights" in line and not (tmp_path / "other").exists()
-    assert_same_bits(load_dalle(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))
+    assert_same_bits(FORMATS["dalle"].load(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))
 
 
 def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(tmp_path: Path, inspected: Any) -> None:

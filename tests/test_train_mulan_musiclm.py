@@ -20,7 +20,7 @@ import train_mulan
 from tandem.data.tokenizers import open_tokenizer
 from tandem.models import MuLaN
 from tandem.training.run import Run
-from tandem.weights.formats.musiclm import load_public_mulan
+from tandem.weights.formats.detection import FORMATS
 from tandem.weights.load import load_model
 from tests.scripts import MULAN, assert_same_bits, final_weights, refusal
 
@@ -42,9 +42,9 @@ def test_a_run_becomes_the_public_file_and_comes_back(finished: Path, tmp_path: 
     file = tmp_path / "mulan.pt"
     said = converted("export", finished, "--to", "musiclm", file)
     assert "wrote" in said and "load it into MuLaN(AudioSpectrogramTransformer(dim=16, depth=2, patch_size=8" in said
-    assert_same_bits(load_public_mulan(file).state_dict(), final_weights(finished))
+    assert_same_bits(FORMATS["musiclm"].load(file).state_dict(), final_weights(finished))
     converted("export", finished, "--to", "musiclm", file, "--weights", "online", "--force")
-    assert_same_bits(load_public_mulan(file).state_dict(), load_model(finished, "online").state_dict())
+    assert_same_bits(FORMATS["musiclm"].load(file).state_dict(), load_model(finished, "online").state_dict())
     assert "musiclm-pytorch 0.2.8 file" in converted("inspect", file)
     converted("export", file, "--to", "model", tmp_path / "model")
     assert_same_bits(

@@ -1,4 +1,4 @@
-"""Everything about a machine with a GPU, in one command: what is exact, what is fast, and what waits.
+"""Checks and measurements on a machine with a GPU: exact bits, speed, and waits of the host.
 
     make gpu                                      # ten minutes at most
     make gpu PYTHON=python3                       # with the packages of the system, without a network
@@ -7,13 +7,13 @@
 
 Parts, in this order:
     tests      those that need a GPU (tests/gpu)
-    resume     a run that SIGKILL ended and that was started again leaves the same bits as one that was left alone
-    processes  two processes on the one GPU leave the same bits as one process, with --batch_parts 2
+    resume     a run that was killed and resumed gives the same bits as an uninterrupted one
+    processes  two processes on the one GPU give the same bits as one process, with --batch_parts 2
     waits      how often per update the host waits for the GPU
     zero       losses of DeepSpeed's ZeRO stages and of FSDP against those of one process without them
     speed      samples per second and peak memory, and those of the references with PyTorch's own settings
 
-Each job has a process and a time limit of its own: one that fails or is too slow is a row that says why. Jobs whose
-time is measured run alone, the others several at a time. A part may also use the time that earlier parts left.
-Exit code 1: bits differ, or a job failed. Exit code 2: there is no GPU, so nothing could be shown.
+Each job has a process and a time limit of its own: a row reports one that fails or is too slow. Jobs whose time is
+measured run alone, the others several at a time. A part may also use the time that earlier parts left.
+Exit code 1: bits differ, or a job failed. Exit code 2: there is no GPU.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 import benchmarks.gpu
 
 from .. import machine
-from ..report import Row, add_names, results
+from ..report import Row, add_names, benchmark_parser, run_parts
 from ..worker import SCRIPTS
 from . import checks
 from .plan import Plan
@@ -32,20 +32,12 @@ PRECISIONS = ("bf16", "tf32", "fp16", "fp32")  # the slowest one last
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.gpu",
-        description=benchmarks.gpu.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    # fmt: off
+    parser = benchmark_parser("python -m benchmarks.gpu", benchmarks.gpu.__doc__, "gpu.json")
     add = parser.add_argument
     add("--scale", choices=("full", "toy"), default="full", help="toy: tiny models, also without a GPU (default: full)")
     for flag, choices in {"--only": PARTS, "--scripts": SCRIPTS, "--precisions": PRECISIONS}.items():
         add_names(parser, flag, choices)
     add("--minutes", type=float, default=10, metavar="M", help="limit of the whole; the parts share it (default: 10)")
-    add("--json", type=Path, default=Path(__file__).parents[1] / "results" / "gpu.json", metavar="FILE",
-        help="where to write the results (default: benchmarks/results/gpu.json)")
-    # fmt: on
     return parser
 
 
@@ -55,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 0 < args.minutes < float("inf"):
         parser.error(f"--minutes {args.minutes:g}: expected a number above 0")
     if not machine.gpus() and args.scale == "full":
-        # Not 0: a job that relies on these checks must not take them for passed.
+        # Not 0: a CI job must not take the checks for passed.
         print("python -m benchmarks.gpu: error: PyTorch sees no GPU here; --scale toy tries everything that a CPU can",
               file=sys.stderr)  # fmt: skip
         raise SystemExit(2)
@@ -64,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parts, deadline = {}, time.monotonic()
         for name in args.only:
             part, seconds = PARTS[name]
-            # Cumulative, so that a part inherits what the ones before did not use.
-            deadline += seconds * 60 * args.minutes / sum(PARTS[each][1] for each in args.only)
+            # Cumulative: a part may use the time that the parts before it left.
+            deadline += seconds * 60 * args.minutes / sum(PARTS[part_name][1] for part_name in args.only)
             parts[name] = partial(part, plan.until(deadline))
-        rows = results(parts, args.json, scale=args.scale)
+        rows = run_parts(parts, args.json, scale=args.scale)
     if bad := [row for row in rows if row.is_bad]:
         print(f"{len(bad)} of {len(rows)} rows are not as they should be:", file=sys.stderr)
         print("\n".join(f"  {row}" for row in bad), file=sys.stderr)

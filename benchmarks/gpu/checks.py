@@ -17,7 +17,7 @@ from ..launching import free_port
 from ..report import Row
 from .plan import NEEDS_A_GPU, Plan
 
-_KILLED_AFTER, _SAVED_AFTER, _UPDATES = 11, 8, 20
+_KILLED_AFTER, _SAVED_AFTER, _UPDATES = 11, 8, 20  # updates of `resume`
 
 # Small sets, so that every process opens them at once.
 _DATA = {
@@ -27,13 +27,13 @@ _DATA = {
     "train_tokenizer": "--video_folder demo:moving:256 --discr_start_step 3",
     "train_decoder": "--image_folder demo:shapes:512 --sample_timesteps 2",
 }
-# Nothing but updates, each of them logged; a picture and a validation at the end.
+# Updates only, each of them logged; a picture and a validation at the end.
 QUIET = ("--num_workers", "0", "--log_every_n_steps", "1", "--validate_every_n_steps", "0",
           "--sample_every_n_steps", "0", "--epochs", "1000", "--seed", "1")  # fmt: skip
 
 
 def model_flags(script: str, is_toy: bool) -> list[str]:
-    """Flags of a small model and its data: the demonstration's, or a tiny one."""
+    """Flags of the demonstration's model, or of a tiny one, and of its data."""
     tokenizer = TOKENIZER if script == "train_mulan" else ()
     if is_toy:
         return [*SMALL_MODELS[f"{script}.py"].split(), *tokenizer, "--batch_size", "8"]
@@ -53,11 +53,11 @@ def tests(plan: Plan) -> Iterator[Row]:
             raise
     for case in ET.parse(file).iter("testcase"):
         name = case.get("name", "").removeprefix("test_").replace("_", " ")
-        found = {each.tag: each for each in case if each.tag in ("failure", "error", "skipped")}
-        for kind, why in found.items():
-            lines = (why.get("message") or "").strip().splitlines() or [kind]
+        problems = {element.tag: element for element in case if element.tag in ("failure", "error", "skipped")}
+        for kind, problem in problems.items():
+            lines = (problem.get("message") or "").strip().splitlines() or [kind]
             yield Row(name, note=lines[0][:300], is_bad=kind != "skipped")
-        if not found:
+        if not problems:
             yield Row(name, {"passed": "yes"})
 
 
@@ -97,7 +97,7 @@ def processes(plan: Plan) -> Iterator[Row]:
 
 
 def bits(script: str, differing: Sequence[str], values: Mapping[str, float | str], note: str = "") -> Row:
-    """`differing`: names of the files that differ."""
+    """The row of two runs. `differing`: names of the files that differ."""
     names = f"different: {', '.join(differing)}" if differing else ""
     same = {"the same bits": "NO" if differing else "yes"}
     note = "; ".join(filter(None, [names, note]))
@@ -107,9 +107,9 @@ def bits(script: str, differing: Sequence[str], values: Mapping[str, float | str
 def different_tensors(one: Path, other: Path) -> list[str]:
     """Names of the files of weights and moments in which two runs differ, in their models and last checkpoints. The
     states of random generators are left out: each process seeds those of Python and NumPy anew, and draws nothing."""
-    found = [_digests(run) for run in (one, other)]
-    assert found[0], f"{one} holds no weights"
-    return sorted(name for name in found[0].keys() | found[1].keys() if found[0].get(name) != found[1].get(name))
+    digests, others = _digests(one), _digests(other)
+    assert digests, f"{one} holds no weights"
+    return sorted(name for name in digests.keys() | others.keys() if digests.get(name) != others.get(name))
 
 
 def _digests(run: Path) -> dict[str, str]:
@@ -135,10 +135,10 @@ def waits(plan: Plan) -> Iterator[Row]:
     def attempt(name: str) -> Row:
         script, engine_flags = names[name]
         result = plan.folder / f"waits-{name.replace(', ', '-').replace(' ', '-')}.json"
-        own = ["--script", script, "--result", str(result), "--output_dir", str(result.with_suffix(""))]
+        watcher_flags = ["--script", script, "--result", str(result), "--output_dir", str(result.with_suffix(""))]
         quiet = [*QUIET, "--log_every_n_steps", "1000", "--save_every_n_steps", "0", "--valid_fraction", "0"]
         engine = ["--distributed_backend", *engine_flags.split()]
-        plan.job(["-m", "benchmarks.gpu.waits", *own, *model_flags(script, plan.is_toy), *quiet, *engine])
+        plan.job(["-m", "benchmarks.gpu.waits", *watcher_flags, *model_flags(script, plan.is_toy), *quiet, *engine])
         waits = json.loads(result.read_text())
         places = [f"{count:.3g} x {place}" for place, count in list(waits["places"].items())[:5]]
         return Row(name, {"waits per update": waits["waits_per_update"]}, "; ".join(places))
@@ -155,18 +155,18 @@ def zero(plan: Plan) -> Iterator[Row]:
 
     def losses(precision: str, kind: str) -> list[dict[str, float]]:
         run = plan.folder / f"zero-{precision}-{kind.replace(' ', '-')}"
-        chosen = ["--distributed_backend", *kinds[kind].split()] if kind in kinds else []
-        plan.job(["train_vae.py", *small, "--precision", precision, *chosen, "--output_dir", str(run)])
+        backend_flags = ["--distributed_backend", *kinds[kind].split()] if kind in kinds else []
+        plan.job(["train_vae.py", *small, "--precision", precision, *backend_flags, "--output_dir", str(run)])
         return _lines(run)
 
-    for precision in [each for each in plan.precisions if plan.has_gpu or each in ("fp32", "bf16")]:
+    for precision in [name for name in plan.precisions if plan.has_gpu or name in ("fp32", "bf16")]:
         without = losses(precision, "without")
 
         def attempt(kind: str, precision: str = precision, without: Sequence[dict[str, float]] = without) -> Row:
             name = f"{kind}, {precision}"
             if "deepspeed" in kinds[kind] and not distributed.available()["deepspeed"]:
                 return Row(name, note="DeepSpeed is not installed")
-            found = difference(losses(precision, kind), without, "loss")
-            return Row(name, {"first update": found[0], "largest of 12": max(found)})
+            differences = difference(losses(precision, kind), without, "loss")
+            return Row(name, {"first update": differences[0], "largest of 12": max(differences)})
 
         yield from plan.rows(attempt, list(kinds))

@@ -1,4 +1,4 @@
-"""What the parts of `benchmarks.gpu` share: what is to be measured, their time and their jobs."""
+"""The plan of `benchmarks.gpu`, which its parts share: what to measure, their time limits and their jobs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from ..jobs import PYTHON, JobFailed, measure, run
+from ..jobs import ONE_PROCESS, JobFailed, measure, run
 from ..machine import cores
-from ..report import NoTime, Row, failed
+from ..report import NoTime, Row, failure_row
 
 NEEDS_A_GPU = "needs a GPU"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured, and by when.
+    """What to measure, and until when.
 
     Args:
         is_toy: Tiny models.
-        folder: For runs; removed at the end.
+        folder: Of the runs; removed at the end.
         deadline: When the present part ends (`time.monotonic`).
     """
 
@@ -50,38 +50,37 @@ class Plan:
     def job(
         self, command: Sequence[str], *, at_most: float = float("inf"), expected: int = 0, **environment: str
     ) -> None:
-        """Run a process, which ends with exit code ``expected``, within the time of the part and ``at_most`` this many
-        seconds.
+        """Run a process within the time of the part, and within ``at_most`` seconds. ``expected``: its exit code.
 
         Raises:
             NoTime: the time of the part is over.
             JobFailed: the process ended otherwise.
         """
-        with self._time(at_most) as left:
-            run([[sys.executable, *command]], {**_environment(), **environment}, left, expected)
+        with self._time(at_most) as seconds:
+            run([[sys.executable, *command]], {**_environment(), **environment}, seconds, expected)
 
     def measure(
         self, sides: Sequence[str], flags: Sequence[str], script: str, *, updates: int, at_most: float
     ) -> dict[str, dict[str, Any]]:
         """`jobs.measure` in three rounds of one turn. Raises what `job` raises."""
-        with self._time(at_most) as left:
+        with self._time(at_most) as seconds:
             return measure(
-                PYTHON, sides, flags, script=script, threads=1, rounds=3, turns=1, updates=updates, warmup=updates,
-                environment=_environment(), seconds=left,
+                ONE_PROCESS, sides, flags, script=script, threads=1, rounds=3, turns=1, updates=updates, warmup=updates,
+                environment=_environment(), seconds=seconds,
             )  # fmt: skip
 
     @contextmanager
     def _time(self, at_most: float) -> Iterator[float]:
         """Seconds that a job may take. A job that fails because they are over raises NoTime."""
-        left = min(self.deadline - time.monotonic(), at_most)
-        if left < 1:
+        start = time.monotonic()
+        seconds = min(self.deadline - start, at_most)
+        if seconds < 1:
             raise NoTime("not started, because the time of its part was over")
-        began = time.monotonic()
         try:
-            yield left
+            yield seconds
         except JobFailed as error:
-            if time.monotonic() - began >= left:
-                raise NoTime(f"ended at its limit of {left:.0f} s") from None
+            if time.monotonic() - start >= seconds:
+                raise NoTime(f"ended at its limit of {seconds:.0f} s") from None
             raise error
 
     def rows(self, work: Callable[[str], Row], names: Sequence[str]) -> Iterator[Row]:
@@ -91,14 +90,14 @@ class Plan:
             try:
                 return work(name)
             except Exception as error:
-                return failed(name, error)
+                return failure_row(name, error)
 
         with ThreadPoolExecutor(max(1, min(len(names), cores() // 2))) as pool:
             yield from pool.map(attempt, names)
 
 
 def _environment() -> dict[str, str]:
-    """One GPU, the first one that this process may use. All processes are on this machine, so Gloo need not find out
-    where the machine's name leads to."""
+    """Environment variables of a job: the first GPU that this process may use, one thread, and loopback for Gloo,
+    because all processes are on this machine."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     return {"CUDA_VISIBLE_DEVICES": first, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

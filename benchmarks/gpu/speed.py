@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..jobs import JobFailed
 from ..references import REFERENCE
-from ..report import Row, failed
+from ..report import Row, failure_row
 from ..training import SMALL_MODELS
 from ..worker import SCRIPT
 from .plan import NEEDS_A_GPU, Plan
@@ -21,41 +21,41 @@ _MODELS = {
     "train_tokenizer": "--batch_size 2",
     "train_decoder": "--image_sizes 32 64 --batch_size 32",
 }
-_SECONDS = {"": 75.0, "--compile": 150.0}  # of a comparison, so that one that hangs leaves time for the others
+_SECONDS = {"": 75.0, "--compile": 150.0}  # limit of a comparison, so that the others have time if one hangs
 _UPDATES = 12  # of a round: a multiple of the updates between two penalties
-_ON_A_CPU = ("bf16", "fp32")
 
 
 def speed(plan: Plan) -> Iterator[Row]:
-    """A row per script, precision and option. Those that say most come first, in case the time does not suffice."""
+    """A row per script, precision and option. The most important ones come first, in case the time does not suffice."""
     for script in plan.scripts:
         for precision in plan.precisions:
-            yield compared(plan, script, precision)
+            yield speed_row(plan, script, precision)
     for precision in plan.precisions:
         for script in plan.scripts:
-            yield compared(plan, script, precision, "--compile")
+            yield speed_row(plan, script, precision, "--compile")
 
 
-def compared(plan: Plan, script: str, precision: str, option: str = "") -> Row:
-    """The script, and its reference, which scales no loss."""
+def speed_row(plan: Plan, script: str, precision: str, option: str = "") -> Row:
+    """The row of a script and its reference, which does not scale the loss and so has no fp16."""
     name = " ".join(filter(None, [f"{script}.py", precision, option]))
-    if (option and plan.is_pretend) or (not plan.has_gpu and (option or precision not in _ON_A_CPU)):
+    if (option and plan.is_pretend) or (not plan.has_gpu and (option or precision not in ("bf16", "fp32"))):
         return Row(name, note=NEEDS_A_GPU)
     sides = [SCRIPT] if precision == "fp16" else [SCRIPT, REFERENCE]
     flags = [*model_flags_of(plan, script), "--precision", precision, *([option] if option else [])]
     updates = 1 if plan.is_toy else _UPDATES
     try:
         at_most = math.inf if plan.is_toy else _SECONDS[option]
-        found = plan.measure(sides, flags, script, updates=updates, at_most=at_most)
+        results = plan.measure(sides, flags, script, updates=updates, at_most=at_most)
     except JobFailed as error:
-        return failed(name, error)
-    speeds = {side: statistics.median(result["samples_per_second"]) for side, result in found.items()}
+        return failure_row(name, error)
+    speeds = {side: statistics.median(result["samples_per_second"]) for side, result in results.items()}
     values: dict[str, float | str] = {}
     for side, label in {SCRIPT: "", REFERENCE: "reference's "}.items():
-        if side in found:
-            memory = found[side]["memory_bytes"]["updates"] / 2**20  # cuDNN tries kernels with much memory before that
+        if side in results:
+            # Without the start, in which cuDNN tries kernels with much memory.
+            memory = results[side]["memory_bytes"]["updates"] / 2**20
             values |= {f"{label}samples/s": speeds[side], f"{label}peak MiB": memory}
-    if REFERENCE in found:
+    if REFERENCE in results:
         values["ratio"] = speeds[SCRIPT] / speeds[REFERENCE]
     return Row(name, values)
 

@@ -1,7 +1,7 @@
 """Watches a training script, and writes a JSON object: how often per update the host waits for the GPU, and where.
 
-PyTorch warns of each such call. What waits for an event on purpose, as the count of an earlier update's skipped ones
-does, is not counted.
+PyTorch warns of each such call. Waits for an event, such as that for the count of skipped updates, are intended and not
+counted.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tandem.training.run import Run
 
 from .. import worker
 
-# What PyTorch says of such a call. Switching the warnings on is a warning, too, which speaks of synchronization.
+# From PyTorch's warning about such a call. A warning without these words says that the warnings are switched on.
 _WAIT = "called a synchronizing"
-_FIRST, _COUNTED = 8, 12  # updates between which waits are counted: three times what happens in each fourth update
+_FIRST, _COUNTED = 8, 12  # the first update whose waits are counted, and their number, a multiple of 4 for penalties
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """``argv`` holds the flags below and those of the script."""
-    # No abbreviations: the scripts have flags that begin alike.
+    # No abbreviations: flags of the scripts may begin like these.
     parser = argparse.ArgumentParser("benchmarks.gpu.waits", description=__doc__, allow_abbrev=False)
     parser.add_argument("--script", choices=worker.SCRIPTS, required=True)
     parser.add_argument("--result", type=Path, required=True, help="file to write")
     options, flags = parser.parse_known_args(argv)
     places: collections.Counter[str] = collections.Counter()
 
-    def note(message: Any, *_: Any, **__: Any) -> None:
+    def count_wait(message: Any, *_: Any, **__: Any) -> None:
         if _WAIT in str(message):
             places[_place(traceback.extract_stack())] += 1
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             torch.get_device_module().set_sync_debug_mode(mode)
 
     with warnings.catch_warnings(), Run.watched(watch):
-        warnings.showwarning = note
+        warnings.showwarning = count_wait
         warnings.simplefilter("always")
         importlib.import_module(options.script).main([*flags, "--max_steps", str(_FIRST + _COUNTED + 1)])
     per_update = {place: count / _COUNTED for place, count in places.most_common()}
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """Where in this repository a call stands: the innermost two lines, outside of PyTorch and of this module."""
+    """The place of a call in this repository: the innermost two lines outside of PyTorch and of this module."""
     root = str(Path(__file__).resolve().parents[2])
     own = [frame for frame in stack if frame.filename.startswith(root) and frame.filename != __file__]
     own = [frame for frame in own if "site-packages" not in frame.filename and "tests/pretend" not in frame.filename]

@@ -33,36 +33,9 @@ VALIDATION = Requirement(
 
 
 @dataclass
-class PerceptualFlags:
-    """Flags of every script that compares features of images."""
-
-    lpips_weights: str | None = flag(
-        None,
-        "report LPIPS on the validation split with these weights: a file, a folder, or published, which fetches them",
-        FILE,
-        title="evaluation",
-        requires=VALIDATION,
-    )
-    perceptual: str = flag(
-        "none",
-        "kind of perceptual loss: distance of VGG16 features, or LPIPS",
-        choices=("none", "vgg", "lpips"),
-        title="perceptual loss",
-    )
-    perceptual_weights: str | None = flag(
-        None,
-        "weights of the perceptual network, a file or a folder (default: the published ones, fetched once into "
-        "torch.hub's cache; with HF_HUB_OFFLINE=1 they must be there)",
-        FILE,
-        requires=_PERCEPTUAL,
-    )
-    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, requires=_PERCEPTUAL)
-
-
-@dataclass
-class GANFlags(PerceptualFlags):
-    """Flags of every script that trains against a discriminator (`tandem.training.losses.gan`). `generator_width` is
-    the flag of the generator's first channels."""
+class GANFlags:
+    """Flags of every script that trains against a discriminator (`tandem.training.losses.gan`), and by a perceptual
+    loss. `generator_width` is the flag of the generator's first channels."""
 
     generator_width: ClassVar[str] = "dim"
 
@@ -136,11 +109,33 @@ class GANFlags(PerceptualFlags):
         0.999, "decay per update of the averages in the LeCam regulariser", fraction, requires=above_0("lecam_weight")
     )
 
+    lpips_weights: str | None = flag(
+        None,
+        "report LPIPS on the validation split with these weights: a file, a folder, or published, which fetches them",
+        FILE,
+        title="evaluation",
+        requires=VALIDATION,
+    )
+    perceptual: str = flag(
+        "none",
+        "kind of perceptual loss: distance of VGG16 features, or LPIPS",
+        choices=("none", "vgg", "lpips"),
+        title="perceptual loss",
+    )
+    perceptual_weights: str | None = flag(
+        None,
+        "weights of the perceptual network, a file or a folder (default: the published ones, fetched once into "
+        "torch.hub's cache; with HF_HUB_OFFLINE=1 they must be there)",
+        FILE,
+        requires=_PERCEPTUAL,
+    )
+    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, requires=_PERCEPTUAL)
+
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Refuse --train decoder without a model, and fill in --discr_dim and --gan_weight_scale. Published trainers
-        take the whole adaptive weight beside a perceptual loss; without one, an adversarial gradient as large as that
-        of the pixel loss degrades the reconstruction."""
+        have a scale of 1 and a perceptual loss; without one, an adversarial gradient as large as that of the pixel loss
+        degrades the reconstruction."""
         if args.train == "decoder" and not args.init_from:
             parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
         args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)

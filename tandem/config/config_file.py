@@ -9,11 +9,11 @@ import yaml
 from tandem.io.installed import command_of, find_shipped_file
 from tandem.io.reading import compose_yaml, error_text
 
-from .converters import config_value, no_choice
+from .converters import choice_error, config_value
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _TRUE = {"yes", "true", "on"}
-_TO_CONVERT = (
+_CONVERSION_ADVICE = (
     f"`{' '.join(command_of('convert.py'))} config OLD NEW.yaml` makes one of a configuration of taming-transformers, "
     "latent diffusion or DALLE2-pytorch"
 )
@@ -27,16 +27,15 @@ def read_flags(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values, and the keys that set them, by dest name from a YAML mapping.
 
-    A scalar is converted from its text in the file: `1e-4` (a string in YAML 1.1) is a number, and a folder may be
-    called 2024. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags whose
-    default is None, and keeps the default. YAML tags construct nothing.
+    A scalar is converted from its text in the file, so that `1e-4` (a string in YAML 1.1) is a number, and 2024 may be
+    the name of a folder. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags
+    whose default is None, and keeps the default. YAML tags construct nothing.
 
     Args:
         path: Of a file, or of one in configs/ (`find_shipped_file`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
-        hint: Called with a name that is no flag, the flags, and all keys of the file; returns advice, as the end of a
-            line.
+        hint: (a name that is no flag, the flags, all keys of the file) -> advice, as the end of a line.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
@@ -56,7 +55,7 @@ def read_flags(
             file_keys = [str(node.value).replace("-", "_") for node, _ in nodes]
             suggestion = hint(name, list(flags), file_keys)
             if isinstance(value_node, yaml.MappingNode) and not suggestion.startswith(":"):
-                suggestion = f": it holds keys of its own, and a config holds flags; {_TO_CONVERT}"
+                suggestion = f": it holds keys of its own, and a config holds flags; {_CONVERSION_ADVICE}"
             raise ValueError(f"{position}: unknown key {key!r}{suggestion}")
         action = flags[name]
         if action.dest in keys:
@@ -71,7 +70,7 @@ def read_flags(
     return config, keys
 
 
-def converted(value: Any, action: argparse.Action) -> Any:
+def convert_value(value: Any, action: argparse.Action) -> Any:
     """A value of JSON's types, converted as the flag converts text.
 
     Raises:
@@ -127,7 +126,7 @@ def _convert_scalar(node: yaml.Node, action: argparse.Action) -> Any:
     except (ValueError, TypeError):
         raise ValueError(f"expected {getattr(convert, '__name__', 'another value')}, got {_describe(node)}") from None
     if action.choices is not None and value not in action.choices:
-        raise ValueError(no_choice(value, action.choices))
+        raise ValueError(choice_error(value, action.choices))
     return value
 
 

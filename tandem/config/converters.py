@@ -33,8 +33,8 @@ def quoted(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Values of one kind: how they are made from text, and the word for one in --help."""
+class Converter:
+    """Converts the text of a flag to its value; ``metavar`` is the word for the value in --help."""
 
     metavar: str
     convert: Callable[[str], Any]
@@ -43,9 +43,9 @@ class Kind:
         return self.convert(text)
 
 
-def _bounded_int(maximum: int, minimum: int = 1, metavar: str = "N") -> Kind:
+def _bounded_int(maximum: int, minimum: int = 1, metavar: str = "N") -> Converter:
     expected = f"a whole number from {minimum} to {maximum}"
-    return Kind(metavar, partial(_parse_int, minimum=minimum, expected=expected, maximum=maximum))
+    return Converter(metavar, partial(_parse_int, minimum=minimum, expected=expected, maximum=maximum))
 
 
 def _parse_float(text: str, accepts: Callable[[float], bool], expected: str) -> float:
@@ -58,24 +58,25 @@ def _parse_float(text: str, accepts: Callable[[float], bool], expected: str) -> 
     return number
 
 
-def _bounded_float(accepts: Callable[[float], bool], expected: str, metavar: str = "NUMBER") -> Kind:
-    return Kind(metavar, partial(_parse_float, accepts=accepts, expected=expected))
+def _bounded_float(accepts: Callable[[float], bool], expected: str, metavar: str = "NUMBER") -> Converter:
+    return Converter(metavar, partial(_parse_float, accepts=accepts, expected=expected))
 
 
-PATH, FILE, FOLDER, NAME = Kind("PATH", str), Kind("FILE", str), Kind("DIR", str), Kind("NAME", str)
+PATH, FILE, FOLDER, NAME = (Converter(metavar, str) for metavar in ("PATH", "FILE", "DIR", "NAME"))
 
 # Whole numbers; `1_000`, `1e6` and `8.0` are accepted.
 _from_1 = partial(_parse_int, minimum=1, expected="a whole number above 0")
 _from_0 = partial(_parse_int, minimum=0, expected="a whole number, 0 or more")
-positive_int, non_negative_int = Kind("N", _from_1), Kind("N", _from_0)
-several = Kind("N", partial(_parse_int, minimum=2, expected="a whole number above 1"))
-step_count, step_count_or_0 = Kind("UPDATES", _from_1), Kind("UPDATES", _from_0)
+positive_int, non_negative_int = Converter("N", _from_1), Converter("N", _from_0)
+several = Converter("N", partial(_parse_int, minimum=2, expected="a whole number above 1"))
+step_count, step_count_or_0 = Converter("UPDATES", _from_1), Converter("UPDATES", _from_0)
 
 # Whole numbers of things that each take memory or time. Numbers beyond the memory of any machine are refused, so that a
 # typo gives an error and not a machine without memory. `weights.formats` has the same limit for numbers in untrusted
 # files.
-MOST = 1 << 22
-size, size_or_0, width = _bounded_int(MOST), _bounded_int(MOST, minimum=0), _bounded_int(MOST, metavar="DIM")
+MAX_COUNT = 1 << 22
+size, size_or_0 = _bounded_int(MAX_COUNT), _bounded_int(MAX_COUNT, minimum=0)
+width = _bounded_int(MAX_COUNT, metavar="DIM")
 pixels, pixels_or_0 = _bounded_int(1 << 14, metavar="PIXELS"), _bounded_int(1 << 14, minimum=0, metavar="PIXELS")
 worker_count, thread_count = _bounded_int(1024, minimum=0), _bounded_int(1024)
 digit_count = _bounded_int(18, metavar="DIGITS")
@@ -85,7 +86,7 @@ any_float = _bounded_float(lambda number: True, "a number")
 positive_float = _bounded_float(lambda number: number > 0, "a number above 0")
 non_negative_float = _bounded_float(lambda number: number >= 0, "a number, 0 or more")
 frame_rate = _bounded_float(lambda number: 0 < number <= 1000, "a number above 0 and at most 1000", "HZ")
-# PyTorch cannot count much longer than two years.
+# PyTorch's timeouts cannot be much longer than two years.
 timeout = _bounded_float(lambda number: 0 < number <= 1e6, "a number above 0 and at most 1e6", "MINUTES")
 epoch_count = _bounded_float(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
 fraction = _bounded_float(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
@@ -98,7 +99,7 @@ class Joined(Generic[T]):
     """Converter of values with a separator between them, such as "1,2", to a tuple.
 
     Args:
-        metavar: What --help shows.
+        metavar: The word for the values in --help.
         convert: Converts each value.
         count: The required number of values; None: any number, at least one.
         is_ascending: No value may be smaller than the one before it.
@@ -126,7 +127,7 @@ class Joined(Generic[T]):
 
 
 class Names:
-    """Converter of a comma list out of `known`, in any case, or "none", to a tuple: sorted, each name once."""
+    """Converter of "none" or a comma list of `known` names, in any case, to a sorted tuple without duplicates."""
 
     metavar = "NAME,..."
 
@@ -137,7 +138,7 @@ class Names:
         names = {name.strip().lower() for name in text.split(",")} - {""}
         unknown = names - {*self.known, "none"}
         if unknown or not names or ("none" in names and len(names) > 1):
-            hint = next(filter(None, (nearest(name, self.known) for name in sorted(unknown))), "")
+            hint = next(filter(None, (did_you_mean(name, self.known) for name in sorted(unknown))), "")
             expected = f"none, or a comma list of {', '.join(self.known)}"
             raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}{hint}")
         return tuple(sorted(names - {"none"}))
@@ -165,14 +166,14 @@ words = Joined("WORD,...", ",", str)
 step_range = Joined("FIRST:LAST", ":", _from_1, count=2, is_ascending=True)
 
 
-def number_or(word: str) -> Kind:
+def number_or(word: str) -> Converter:
     """Converter for a number >= 0, or `word` in any case."""
 
     def convert(text: str) -> float | str:
         expected = f"{word}, or a number, 0 or more"
         return word if text.lower() == word else _parse_float(text, lambda number: number >= 0, expected)
 
-    return Kind(f"{word}|NUMBER", convert)
+    return Converter(f"{word}|NUMBER", convert)
 
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -199,9 +200,9 @@ _OTHER_NAMES.update(dict.fromkeys(_DATA_NAMES, _OTHER_NAMES["data"]))
 _NEAR = 0.66  # least ratio of difflib: one wrong letter in three
 
 
-def nearest(word: str, choices: Sequence[str]) -> str:
-    """`"; did you mean x?"` for the known word that has this name in other trainers, begins like it, or differs in a
-    letter or two; `""` if there is none. Words may begin with dashes."""
+def did_you_mean(word: str, choices: Sequence[str]) -> str:
+    """`"; did you mean x?"` for the choice that has this name in other trainers, begins with the word, or differs from
+    it in a letter or two; `""` if there is none. Words may begin with dashes."""
     names_by_plain = {name.lstrip("-").replace("-", "_").lower(): name for name in reversed(choices)}
     plain = word.lstrip("-").replace("-", "_").lower()
     if synonyms := [name for name in _OTHER_NAMES.get(plain, ()) if name in names_by_plain]:
@@ -211,10 +212,10 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f"; did you mean {names_by_plain[matches[0]]}?" if matches else ""
 
 
-def no_choice(value: Any, choices: Iterable[Any]) -> str:
-    """The error of a value that is none of some choices."""
+def choice_error(value: Any, choices: Iterable[Any]) -> str:
+    """The text of the error about a value that is none of the choices."""
     words = [str(choice) for choice in choices]
-    return f"expected one of {', '.join(words)}; got {quoted(str(value))}{nearest(str(value), words)}"
+    return f"expected one of {', '.join(words)}; got {quoted(str(value))}{did_you_mean(str(value), words)}"
 
 
 def config_names(action: argparse.Action) -> list[str]:

@@ -83,28 +83,28 @@ def _has_files(args: Any, *folders: str) -> bool:
     return any(not (getattr(args, name, None) or "demo:").startswith("demo:") for name in folders)
 
 
-_CUT_FROM_FILES = Requirement(
+_FROM_FILES = Requirement(
     DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder", "image_folder")
 )
 
 
 @dataclass
 class PictureFlags(DatasetFlags):
-    """Flags of every script that trains on squares of pictures. --help has them below a subclass's last heading."""
+    """Flags of every script that trains on squares of pictures. In --help they follow the flags of a subclass."""
 
     random_flip: bool = flag(False, "mirror each training sample with probability 1/2")
     crop: str = flag(
         "center",
         "where training cuts the square out of each picture, after its shorter side was resized",
         choices=("center", "random"),
-        requires=_CUT_FROM_FILES,
+        requires=_FROM_FILES,
     )
     crop_area: tuple[float, ...] | None = flag(
         None,
         "cut the square out of a random part of each picture in training that has this share of its area, such as "
         "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)",
         area_range,
-        requires=_CUT_FROM_FILES,
+        requires=_FROM_FILES,
     )
 
 

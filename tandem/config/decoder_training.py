@@ -10,7 +10,6 @@ from typing import Any
 from .cascades import CONDITIONED_ON_IMAGE, CONDITIONED_ON_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL_UNETS, per_unet
 from .converters import (
     FILE,
-    FOLDER,
     any_float,
     fraction,
     non_negative_float,
@@ -21,6 +20,7 @@ from .converters import (
     step_count_or_0,
 )
 from .fields import above_0, flag, when
+from .shared import start_flag
 
 _BLURRED_CONDITION = (when("lowres_condition", "blur"), SEVERAL_UNETS)
 
@@ -46,11 +46,8 @@ class DecoderFlags:
         nargs="+",
         title="training (rate, warm-up and decay: one value, or one for each Unet)",
     )
-    init_from: str | None = flag(
-        None,
-        "start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub, "
-        "whose architecture is taken where no flag sets another",
-        FOLDER,
+    init_from: str | None = start_flag(
+        "start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub"
     )
     learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, aliases="lr")
     lr_warmup_steps: list[int] = per_unet(

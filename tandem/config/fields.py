@@ -94,7 +94,7 @@ def flag(
         aliases: Further names, such as that of a public trainer.
         requires: Requirements without which the flag has no effect. Then it is refused on the command line, but not in
             a config file, because config.yaml of a run holds every flag.
-        fixed_on_resume: A resumed run may not change the value; with a function, not the function of the value.
+        fixed_on_resume: A resumed run may not change the value; if this is a function, its result for the value.
         architecture: Weights fit only models with the same value; a resumed run may not change it either.
         title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
         options: Further arguments of `add_argument`: choices, metavar, nargs.
@@ -127,6 +127,11 @@ def flags_of(config: type) -> Iterator[tuple[str, str, Flag, Any]]:
                 yield title, name, spec, fields[name].default_factory() if default is dataclasses.MISSING else default
 
 
+def specs_of(config: type) -> dict[str, Flag]:
+    """Name of a field -> its flag."""
+    return {name: spec for _, name, spec, _ in flags_of(config)}
+
+
 def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any) -> argparse.Action:
     """Add a flag to an argument group."""
     options, convert = dict(spec.options), spec.convert
@@ -145,31 +150,43 @@ class ModelConfig:
     @classmethod
     def from_args(cls, args: Any) -> Any:
         """The configuration in a run's arguments; fields that are no flags have their defaults."""
-        return cls(**{name: getattr(args, name) for _, name, _, _ in flags_of(cls)})
+        return cls(**{name: getattr(args, name) for name in specs_of(cls)})
+
+    @classmethod
+    def fill_in(cls, args: Any) -> None:
+        """Set the arguments of a run to the fields of their configuration, which has filled in what they leave out."""
+        config = cls.from_args(args)
+        vars(args).update({name: getattr(config, name) for name in specs_of(cls)})
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        """From `config` of a model, the flags with `fixed_on_resume`, which a run that starts from its weights takes
-        over. `args`: the arguments of that run."""
-        return {name: model[name] for _, name, spec, _ in flags_of(cls) if spec.fixed_on_resume and name in model}
+        """The flags with `fixed_on_resume` in the `config` of a model: a run that starts from its weights takes them.
+        `args`: the arguments of that run."""
+        return {name: model[name] for name, spec in specs_of(cls).items() if spec.fixed_on_resume and name in model}
 
     @classmethod
     def unused(cls, args: Any) -> frozenset[str]:
         """Names of fields that have no effect with the values of the other arguments."""
         return frozenset(
             name
-            for _, name, spec, _ in flags_of(cls)
+            for name, spec in specs_of(cls).items()
             if any(rule.value and hasattr(args, rule.flag) and not rule.is_met(args) for rule in spec.requires)
         )
 
     @classmethod
     def not_in_the_weights(cls) -> frozenset[str]:
         """Names of fields that have no effect on the weights."""
-        return frozenset(name for _, name, spec, _ in flags_of(cls) if not spec.is_architecture)
+        return frozenset(name for name, spec in specs_of(cls).items() if not spec.is_architecture)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON types."""
         return {name: _to_plain(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def check_whole(name: str, value: Any, minimum: int = 1) -> None:
+    """Raise a ValueError, in one line, if an untrusted value is not a whole number of at least ``minimum``."""
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"{name} {repr(value)[:80]} is not a whole number of at least {minimum}")
 
 
 def _to_plain(value: Any) -> Any:

@@ -15,8 +15,8 @@ from tandem.io.installed import HOME, IS_INSTALLED, installed_command
 from tandem.io.reading import printable
 from tandem.io.writing import open_standard_streams
 
-from .converters import config_names, config_value, format_default, format_flag, nearest, no_choice
-from .fields import DATA, Flag, Requirement, add_flag, flags_of
+from .converters import choice_error, config_names, config_value, did_you_mean, format_default, format_flag
+from .fields import DATA, Flag, Requirement, add_flag, flags_of, specs_of
 from .shell import HelpAll, Version, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
@@ -27,9 +27,7 @@ _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh"
 _ROOT_DELAY, _OTHERS_DELAY = 2.0, 10.0
 
 # Flags of real runs: with one of these and no data the command is refused instead of running the demonstration.
-_NEEDS_DATA = (
-    "config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings"
-)  # fmt: skip
+_NEEDS_DATA = ("config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings")
 
 _UNSET = object()
 
@@ -136,9 +134,8 @@ class ArgumentParser(argparse.ArgumentParser):
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             add_flag(groups[title], name, spec, default)
-            self._fields[name] = spec
-            if spec.fixed_on_resume:
-                self.fixed_on_resume[name] = spec.fixed_on_resume
+        self._fields = specs_of(config)
+        self.fixed_on_resume = {n: spec.fixed_on_resume for n, spec in self._fields.items() if spec.fixed_on_resume}
         self.config, self.data_flag = config, getattr(config, "data_flag", None)
 
     def parse(
@@ -211,7 +208,7 @@ class ArgumentParser(argparse.ArgumentParser):
         Raises:
             ValueError: one line, if a value does not fit its flag, or a flag of the user does not fit the weights.
         """
-        model_values = {  # without those that the weights do not depend on and the user has set
+        model_values = {  # those on which the weights depend, and those that the user has not set
             name: values[name]
             for name, spec in self._fields.items()
             if name in values and (spec.is_architecture or name not in args.explicit)
@@ -242,13 +239,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _convert(self, flags: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Values of JSON's types from ``source``, converted to the types of their flags."""
-        from .config_file import converted
+        from .config_file import convert_value
 
         values = {}
         for name, value in flags.items():
             action = self._config_flags[name]
             try:
-                values[action.dest] = None if value is action.default is None else converted(value, action)
+                values[action.dest] = None if value is action.default is None else convert_value(value, action)
             except ValueError as error:
                 raise ValueError(f"{source} has {name} {repr(value)[:40]}: {error}") from None
         return values
@@ -265,7 +262,7 @@ class ArgumentParser(argparse.ArgumentParser):
         advice = _ADVICE.get(plain) or advice_for(plain, self._script)
         if not advice and scripts:
             advice = f"it is a flag of {' and '.join(scripts)}"
-        return f": {advice}" if advice else nearest(name, names)
+        return f": {advice}" if advice else did_you_mean(name, names)
 
     def has_flags(self, names: Sequence[str]) -> bool:
         """Whether a config file may have all of these keys."""
@@ -274,15 +271,15 @@ class ArgumentParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse, with a suggestion for a misspelt choice."""
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, no_choice(value, action.choices))
+            raise argparse.ArgumentError(action, choice_error(value, action.choices))
 
     def with_values(self, flags: Mapping[str, Any]) -> argparse.Namespace:
         """The defaults, with these values of flags from a config file. Raises ValueError, in one line, for a value that
         does not fit."""
-        from .config_file import converted
+        from .config_file import convert_value
 
         actions = {self._config_flags[name]: value for name, value in flags.items() if value is not None}
-        values = {action.dest: converted(value, action) for action, value in actions.items()}
+        values = {action.dest: convert_value(value, action) for action, value in actions.items()}
         return argparse.Namespace(**{**self._defaults_by_dest(), **values})
 
     def choose_one(self, args: argparse.Namespace, **off_values: Any) -> None:

@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("public_names.yaml")
 
 
 class Row(NamedTuple):
-    """An argument of a public script, trainer or configuration; fields about which the file says nothing are ""."""
+    """An argument of a public script, trainer or configuration; fields that the file leaves out are ""."""
 
     package: str  # name and version
     key: str  # the argument's name, with its sections in a configuration

@@ -1,5 +1,4 @@
-"""Flags of several scripts, of those that train and of those that use trained weights. Imports the standard library
-only, so that `--help` is fast."""
+"""Flags of several scripts. Imports the standard library only, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ from .converters import (
     step_count,
     step_count_or_0,
     step_range,
-    thread_count,
     two_fractions,
     words,
     worker_count,
@@ -112,11 +110,16 @@ class OptimizerFlags:
 
 @dataclass
 class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
-    """The same, with one learning rate and one weight decay."""
+    """`OptimizerFlags` with one learning rate and one weight decay."""
 
     weight_decay: float = flag(
         0.01, "weight decay of matrices; biases and scales do not decay", non_negative_float, title="optimizer"
     )
+
+
+def start_flag(sources: str, convert: Any = FOLDER, **options: Any) -> Any:
+    """The flag --init_from. `sources`: what a run can start from, in words."""
+    return flag(None, f"{sources}, whose architecture is taken where no flag sets another", convert, **options)
 
 
 ENDLESS = 1e9  # epochs, where the number of updates ends a run
@@ -278,32 +281,6 @@ class RunFlags:
             args.save_every_minutes = 0.0
         parser.choose_one(args, ema_power=None, ema_decay=0.0)
         parser.choose_one(args, valid_folder=None, valid_fraction=0.0)
-
-
-def add_places(parser: argparse.ArgumentParser, model_help: str) -> None:
-    """Add the flags of the model that is used and of the folder that is filled."""
-    # fmt: off
-    add = parser.add_argument_group("from and to").add_argument
-    add("--model", required=True, metavar="DIR", help=model_help)
-    add("--output", "--output_dir", required=True, metavar="DIR",
-        help="folder to write; an incomplete one is continued")
-    add("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
-    # fmt: on
-
-
-def add_computation_arguments(
-    parser: argparse.ArgumentParser, *, batch_size: int, unit: str, num_workers_help: str
-) -> None:
-    """Add the flags of the forward pass. `unit` is the unit of a batch, such as "IMAGES"."""
-    # fmt: off
-    add = parser.add_argument_group("computation").add_argument
-    add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
-    add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
-        help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
-    add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
-    add("--cpu_threads", type=thread_count, default=1, metavar="N",
-        help="threads of each process, on a CPU; starting more processes is faster than more threads")
-    # fmt: on
 
 
 def kernel_settings(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any]:

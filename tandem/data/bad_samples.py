@@ -14,16 +14,16 @@ import torch
 
 from tandem.io.reading import counted
 
-_MOST_LISTED = 20
-_MOST_NAMED = 1000  # bad samples whose path and reason are kept
+_MAX_LISTED = 20
+_MAX_NAMED = 1000  # bad samples whose path and reason are kept
 _KINDS = {"bad": 1, "incomplete": 2}
 _reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
-    that is `SampleIncomplete`. `traceback` is that of an error in a user's code."""
+    """A sample that could not be read, or that is `SampleIncomplete`: its index in the dataset, the path of its file,
+    and the reason in one line. `traceback` is that of an error in a user's code."""
 
     index: int
     path: str
@@ -36,7 +36,7 @@ class BadSample:
 
 
 class UserCodeError(ValueError):
-    """An error of a user's own code, in one line; `traceback` is Python's text about it."""
+    """An error of a user's own code, in one line; `traceback` is its text as Python prints it."""
 
     def __init__(self, text: str, traceback: str = "") -> None:
         super().__init__(text)
@@ -52,20 +52,18 @@ class SampleIncomplete(SampleSkipped):
 
 
 class BadDatasetItem(ValueError):
-    """A user's dataset returned something that the script cannot train on. Its code has to be changed, so no other
-    sample takes its place."""
+    """A user's dataset returned something that the script cannot train on. No other sample takes its place, because the
+    user has to change the code."""
 
 
 class BadSampleLog:
-    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes.
-
-    `count` is the number of bad ones, without the incomplete ones, which `count_incomplete` counts.
-    """
+    """The bad samples of a data set of `n_samples`, each once. `count` is the number of samples that could not be read,
+    `count_incomplete` that of the incomplete ones. Only `share` communicates with other processes."""
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
-        self._first_samples: list[BadSample] = []  # the first bad samples
-        self._kinds = np.zeros(n_samples, np.uint8)  # of each sample: 0, or one of the numbers in `_KINDS`
+        self._first_samples: list[BadSample] = []  # at most _MAX_NAMED
+        self._kinds = np.zeros(n_samples, np.uint8)  # for each sample 0, or a number of `_KINDS`
         self.count = self.count_incomplete = 0
 
     def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
@@ -74,16 +72,19 @@ class BadSampleLog:
         for sample in samples:
             if self._kinds[sample.index]:
                 continue
-            self._kinds[sample.index] = _KINDS["incomplete" if sample.is_incomplete else "bad"]
-            self.count += not sample.is_incomplete
-            self.count_incomplete += sample.is_incomplete
-            if not sample.is_incomplete and len(self._first_samples) < _MOST_NAMED:
-                self._first_samples.append(sample)
             new.append(sample)
+            self._kinds[sample.index] = _KINDS["incomplete" if sample.is_incomplete else "bad"]
+            if sample.is_incomplete:
+                self.count_incomplete += 1
+                continue
+            self.count += 1
+            if len(self._first_samples) < _MAX_NAMED:
+                self._first_samples.append(sample)
         return new
 
     def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
-        """`add` the samples of all processes; every process returns the same list. Collective, by `gather_objects`."""
+        """`add` the samples of all processes; returns the same list on every process. Collective: `gather_objects`
+        gathers from all processes."""
         by_rank = gather_objects([astuple(sample) for sample in samples])
         return self.add(BadSample(*sample) for rank_samples in by_rank for sample in rank_samples)
 
@@ -100,8 +101,8 @@ class BadSampleLog:
         """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
         if not self.are_too_many:
             return
-        first_samples = "; ".join(map(str, self._first_samples[:_MOST_LISTED]))
-        remainder = f"; and {self.count - _MOST_LISTED} more" if self.count > _MOST_LISTED else ""
+        first_samples = "; ".join(map(str, self._first_samples[:_MAX_LISTED]))
+        remainder = f"; and {self.count - _MAX_LISTED} more" if self.count > _MAX_LISTED else ""
         raise ValueError(
             f"{self.count} of {counted(self.n_samples, 'sample')} could not be read, more than the "
             f"{int(self._limit)} that are passed over; repair or remove them: {first_samples}{remainder}"
@@ -126,8 +127,8 @@ class BadSampleLog:
 
 
 @contextlib.contextmanager
-def partly_read() -> Iterator[list[str]]:
-    """Collect the reasons that decoders give by `report_partly_read` for reading a file only in part."""
+def collect_partial_reads() -> Iterator[list[str]]:
+    """Context with a list of the reasons that decoders report in it by `report_partial_read`."""
     reasons: list[str] = []
     token = _reasons.set(reasons)
     try:
@@ -136,12 +137,13 @@ def partly_read() -> Iterator[list[str]]:
         _reasons.reset(token)
 
 
-def report_partly_read(reason: str) -> None:
-    """Add a reason to the list of the enclosing `partly_read`, if there is one."""
+def report_partial_read(reason: str) -> None:
+    """State why only a part of a file is read: adds the reason to the list of the enclosing `collect_partial_reads`, if
+    there is one."""
     if (reasons := _reasons.get()) is not None:
         reasons.append(reason)
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed: for an OSError, the system's message without the path; else the text of the error."""
+    """The reason of an error: for an OSError, the system's message without the path; else the text of the error."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,5 @@
-"""The samples of a run for one process: for training, for validation, and those that could not be read."""
+"""The batches of a run for one process, for training and for validation; and reports about samples that cannot be
+read."""
 
 from __future__ import annotations
 
@@ -27,17 +28,16 @@ from .sources import remote
 if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
 
-Batch = dict[str, Any]  # see `TrainingData`; of what fields give, every entry has one element per sample
-_SAMPLES_PER_VALID_SAMPLE = 10  # training samples between validations per sample of one, by default
+Batch = dict[str, Any]  # see `TrainingData`
+_TRAINED_PER_VALIDATED = 10  # by default: samples trained on between two validations, per sample of a validation
 
 
 class TrainingData:
     """Opens a data set, splits it by seed, and gives each process its part of every batch. All processes must call the
     same methods in the same order.
 
-    A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that all entries can
-    be cut into micro-batches alike; "positions" are those of the samples in the global batch, "ids" their indices in
-    the set.
+    A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that it can be cut
+    into micro-batches; "positions" are those of the samples in the global batch, "ids" their indices in the set.
 
     Args:
         open_samples: Opens the set. It may raise ValueError on some processes only.
@@ -71,18 +71,19 @@ class TrainingData:
         with self._raise_on_all_ranks():
             processes.heartbeat("listing the samples", is_uninterrupted=True)
             self.first = self.samples = first = open_samples()
-            second, self.valid_samples = (None if opens is None else opens() for opens in (open_second, open_valid))
+            second = open_second() if open_second else None
+            self.valid_samples = open_valid() if open_valid else None
             for extra in (second, self.valid_samples):
                 self.samples = self.samples if extra is None else ConcatSamples(self.samples, extra)
         views = processes.gather_objects((len(self.samples), self.samples.fingerprint, socket.gethostname()))
         with processes.raise_on_all_ranks():
             sources = " and ".join(filter(None, [source, self._valid_source]))
             _check_views(views, f"{noun}s in {sources}")
-            self.train_set, self.valid_set, self.test_set = divided(first, args, source)
+            self.train_set, self.valid_set, self.test_set = make_split(first, args, source)
             if self.valid_samples is not None:
                 indices = range(len(self.samples))[-len(self.valid_samples) :]
                 self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
-            self._valid_part = order.part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
+            self._valid_part = order.fixed_subset(self.valid_set, _count_validated(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
             self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
             if args.shuffle == "shards":
@@ -90,15 +91,15 @@ class TrainingData:
                 ranges = self.train_set.ranges
                 self._order = order.ShardOrder(ranges, args.seed, fetch=_make_fetcher(first, ranges, args))
             if second is not None:
-                # Samples of both sets that pass until each sample of the first was seen once.
+                # The number of samples of both sets in which each sample of the first set occurs once.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
                 self._order = order.AlternatingOrder(
                     self._order, order.TrainingOrder(range(len(second)), args.seed),
                     every=second_every, batch_size=args.batch_size, offset=len(first),
                 )  # fmt: skip
         self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
-        self.sees_whole_split = False  # whether `validation` sees the whole validation split
-        #: All processes call it between the same steps of an evaluation; it may raise an error to end the evaluation.
+        self.sees_whole_split = False  # whether `validation` yields the whole validation split
+        #: Called by all processes between the same steps of an evaluation; it may raise an error to end the evaluation.
         self.check_stop_request: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
@@ -110,15 +111,14 @@ class TrainingData:
         self.batches: Iterator[Any] = iter(())
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
-        self._reported_incomplete = 0  # the number of incomplete samples in the last report
-        self._partial = set[int]()  # samples of all processes that are read only in part
-        self._unshared_partial = set[int]()  # those of this process that the others do not know yet
+        self._reported_counts = {"incomplete": 0, "partial": 0}  # the numbers of samples in the last lines about them
+        self._partial = set[int]()  # indices of the samples that any process read only in part
+        self._unshared_partial = set[int]()  # those of this process since the last exchange
         self._partial_example = ""
-        self._reported_partial = 0
 
     @property
     def validated(self) -> order.Indices:
-        """The samples of the validation split that a pass of `validation` sees."""
+        """The samples of the validation split that a pass of `validation` yields."""
         return self.valid_set if self.sees_whole_split else self._valid_part
 
     def summary(self) -> str:
@@ -127,7 +127,7 @@ class TrainingData:
         n, noun = sum(map(len, parts.values())), self.noun
         counts = [f"{counted(len(part), noun)} {use}" for use, part in parts.items() if len(part) or use != "to test"]
         fraction, batch_size = self._args.valid_fraction, self._args.batch_size
-        n_by_fraction = order.share(n, fraction)
+        n_by_fraction = order.ceil_fraction(n, fraction)
         if self._valid_source:
             counts[1] += f" in {self._valid_source}"
         elif len(self.valid_set) == batch_size > n_by_fraction:
@@ -140,7 +140,7 @@ class TrainingData:
 
     def start(self, start_samples: int) -> Batch:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
-        processes if nothing can be read."""
+        processes if no sample can be read."""
         self._whole_validation = self._validation = ValidationStream(self.samples, self._valid_part, **self._loading)
         if len(self._valid_part) < len(self.valid_set):  # the rest is read only for the preview and at the end
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
@@ -169,10 +169,10 @@ class TrainingData:
             self.check_stop_request()
             yield self._receive_batch(batch)
 
-    def validation_samples(self, places: range) -> Batch:
+    def validation_samples(self, positions: range) -> Batch:
         """The samples at these positions of the validation split, which wraps around, loaded in this process. Not
         collective."""
-        return self._receive_batch(self._whole_validation.load(places))
+        return self._receive_batch(self._whole_validation.load(positions))
 
     def preview(self, count: int) -> Batch:
         """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
@@ -185,8 +185,8 @@ class TrainingData:
         return self._receive_batch(batch)
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say which files any process could not read since the last call, each file once, and how many were left out.
-        Raises UserMistake if those that could not be read are too many to continue. Collective."""
+        """Report which files any process could not read since the last call, each file once, and how many were left
+        out. Raises UserMistake if too many could not be read to continue. Collective."""
         new: list[BadSample] = []
         # Sum two numbers first: this runs with every line of metrics, and there is hardly ever anything to exchange.
         counts = self._processes.sum({"unreported": len(self._unreported), "partial": len(self._unshared_partial)})
@@ -196,7 +196,8 @@ class TrainingData:
             new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
         for sample in new:
             if sample.is_incomplete:
-                self._report_incomplete(say, sample)
+                text = f"left out {counted(self.bad_samples.count_incomplete, self.noun)} so far, such as {sample}"
+                self._say_if_doubled(say, "incomplete", self.bad_samples.count_incomplete, text)
             else:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
                 if self._processes.rank == 0:
@@ -229,24 +230,23 @@ class TrainingData:
             self._has_shown_traceback = True
             print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
 
-    def _report_incomplete(self, say: Callable[[str], None], sample: BadSample) -> None:
-        """Say how many samples were left out, if the number has doubled since the last report."""
-        if (count := self.bad_samples.count_incomplete) >= 2 * self._reported_incomplete:
-            self._reported_incomplete = count
-            say(f"left out {counted(count, self.noun)} so far, such as {sample}")
-
     def _report_partial(self, say: Callable[[str], None]) -> None:
-        """Say how many samples are read only in part, if the number has doubled since the last report. Collective."""
+        """Report how many samples are read only in part. Collective."""
         by_rank = self._processes.gather_objects([sorted(self._unshared_partial), self._partial_example])
         self._partial.update(*(indices for indices, _ in by_rank))
         self._partial_example = next(example for _, example in by_rank if example)
         self._unshared_partial.clear()
-        if (count := len(self._partial)) >= 2 * self._reported_partial:
-            self._reported_partial = count
-            say(f"read only in part so far: {counted(count, self.noun)}, such as {self._partial_example}")
+        text = f"read only in part so far: {counted(len(self._partial), self.noun)}, such as {self._partial_example}"
+        self._say_if_doubled(say, "partial", len(self._partial), text)
+
+    def _say_if_doubled(self, say: Callable[[str], None], kind: str, count: int, text: str) -> None:
+        """Print a line if the number of samples of this kind has doubled since the last such line."""
+        if count >= 2 * self._reported_counts[kind]:
+            self._reported_counts[kind] = count
+            say(text)
 
     def _receive_batch(self, batch: Mapping[str, Any]) -> Batch:
-        """The batch with its tensors on the device; its bad samples are stored for the next report."""
+        """The batch with its tensors on the device; its bad samples are recorded for the next report."""
         self._unreported += batch["bad"]
         partial = batch.get("partial", {})
         self._unshared_partial |= partial.keys() - self._partial
@@ -259,26 +259,26 @@ class TrainingData:
         }
 
 
-def _validated_samples(n: int, args: argparse.Namespace) -> int:
-    """How many of the n samples of the validation split a validation sees, for any number of processes."""
+def _count_validated(n: int, args: argparse.Namespace) -> int:
+    """The number of samples of a validation, of the n in the split; it does not depend on the number of processes."""
     limit = args.valid_samples
-    if limit is None:  # 0 without validations during training: the last one sees all
-        limit = math.ceil(args.batch_size * args.validate_every_n_steps / _SAMPLES_PER_VALID_SAMPLE)
+    if limit is None:  # without validations during training this is 0: the last one takes all samples
+        limit = math.ceil(args.batch_size * args.validate_every_n_steps / _TRAINED_PER_VALIDATED)
     return min(n, max(limit, args.batch_size)) if limit else n
 
 
-def divided(samples: SampleDataset, args: argparse.Namespace, source: str) -> order.Split:
+def make_split(samples: SampleDataset, args: argparse.Namespace, source: str) -> order.Split:
     """The splits for training, validation and test. Raises ValueError, in one line, if there are too few samples, or
     flags need shards and there are none."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
-    by_shards, otherwise = "--shuffle shards", "--shuffle samples"
+    by_shards, fallback = "--shuffle shards", "--shuffle samples"
     if args.shuffle != "shards":
         if getattr(args, "split_by", "sample") == "sample":
             return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
-        by_shards, otherwise = "--split_by shard", "--split_by sample"
+        by_shards, fallback = "--split_by shard", "--split_by sample"
     if (shards := samples.source.shards) is None:
-        raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {otherwise}")
-    return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
+        raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {fallback}")
+    return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, fallback)
 
 
 def _make_fetcher(
@@ -289,7 +289,7 @@ def _make_fetcher(
     shards, paths, trained = samples.source.shards or (), getattr(samples.source, "paths", ()), {*ranges}
     pairs = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in trained and is_url(path))
     addresses = {shard.start: path for shard, path in pairs}
-    n_at_once = 2 * order.SHARDS_AT_ONCE  # the shards being read, and the next ones
+    n_at_once = 2 * order.SHARDS_AT_ONCE  # the shards that are being read, and the next ones
     try:
         remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), n_at_once)
     except OSError as error:
@@ -298,13 +298,14 @@ def _make_fetcher(
 
 
 def _fetch_shards(addresses: Mapping[int, str], num_workers: int, shards: Sequence[range]) -> None:
-    """Fetch in the process that reads samples: in a worker, if any, because a process with threads should not fork."""
+    """Fetch shards in the process that reads samples. If there are workers, the main process does not fetch, because a
+    process with threads should not fork."""
     if not num_workers or torch.utils.data.get_worker_info() is not None:
         remote.fetch_shards(addresses, shards)
 
 
 def _check_views(views: Sequence[Sequence[Any]], noun: str) -> None:
-    """Raise ValueError if not every rank sees the same samples: (number, fingerprint, host) by rank."""
+    """Raise ValueError if not every rank sees the same samples. `views`: number, fingerprint and host by rank."""
     n, fingerprint, host = views[0]
     for rank, (rank_n, rank_print, rank_host) in enumerate(views):
         if rank_n != n or rank_print != fingerprint:

@@ -1,5 +1,5 @@
-"""Fields: what a script decodes from each record. A field states what it reads from a source, and the key of its random
-augmentation, so every field works with every source. `SampleDataset`: a source and the fields of its records."""
+"""Fields decode the parts of a record that a script trains on; a `SampleDataset` is a source and the fields of its
+records. A field states what it reads by a `FieldSpec`, so that every field works with every source."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tandem.data.decoding.images import CENTER, OURS, Crop, decode_image, decode_picture, randomly_flipped
+from tandem.data.decoding.images import CENTER, PILLOW_BILINEAR, Crop, decode_image, decode_picture, randomly_flipped
 from tandem.data.decoding.images import ENDINGS as IMAGE_ENDINGS
 from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_row
 from tandem.data.sources.demo import FRAMES_PER_SECOND
-from tandem.data.sources.own import ITEM
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
+from tandem.data.sources.user_dataset import ITEM
+from tandem.hashing import Draws, derive_key
 
 from .bad_samples import BadDatasetItem
 from .decoding import sounds, videos
-from .hashing import Draws, derive_key
-from .sources import own
+from .sources import user_dataset
 from .tokenizers import Tokenizer
 
 TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
 
 
 class Field:
-    """The content that a script takes from each record. `fingerprint` identifies what the field found in its source."""
+    """A part of each record that a script trains on. `fingerprint` becomes a part of that of the data set."""
 
     @property
     def spec(self) -> FieldSpec:
         raise NotImplementedError
 
-    #: Item of a user's dataset -> its content for this field. Raises `BadDatasetItem` if it has another form.
+    #: Item of a user's dataset -> its content for this field. Raises `BadDatasetItem` if the item has a wrong form.
     from_item: ClassVar[Callable[..., Any]]
 
     fingerprint: str = ""
 
     def content(self, record: Record) -> Any:
-        """The record's content for this field, see `Record`; None if it has none."""
+        """The record's content for this field, see `Record`; None if there is none."""
         return self.from_item(record[ITEM]) if ITEM in record else record.get(self.spec.name)
 
     def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:
-        """The sample's entries of the batch. With `augment`, random choices depend only on the field's seed and (epoch,
-        index); without, there are none. Raises OSError, ValueError, in one line, or `SampleIncomplete`."""
+        """The sample's entries of the batch. With `augment`, random choices depend only on the field's seed, the epoch
+        and the index; without it nothing is random. Raises OSError, ValueError, in one line, or `SampleIncomplete`."""
         raise NotImplementedError
 
 
@@ -69,26 +69,24 @@ class ImageField(Field):
     seed: int = 0
     enlarge: bool = True
     crop: Crop = CENTER
-    resize: str = OURS
+    resize: str = PILLOW_BILINEAR
 
     def __post_init__(self) -> None:
         if self.channels not in (3, 4):
             raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
 
-    spec: ClassVar[FieldSpec] = FieldSpec(
-        "image", "image", IMAGE_ENDINGS, (*own.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
-    )
+    _columns: ClassVar = (*user_dataset.IMAGE_NAMES, "jpg", "jpeg", "png", "webp")
+    spec: ClassVar[FieldSpec] = FieldSpec("image", "image", IMAGE_ENDINGS, _columns, feature="Image")
 
-    from_item = staticmethod(own.image_of)
+    from_item = staticmethod(user_dataset.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        cut, resize = (self.crop.cut(epoch, index), OURS) if augment else (None, self.resize)
-        options = (self.image_size, self.channels, self.enlarge, cut, resize)
+        options: dict[str, Any] = {"cut": self.crop.cut(epoch, index)} if augment else {"resize": self.resize}
         content = self.content(record)
         if isinstance(content, FileRef):
-            image = decode_image(content, *options)
+            image = decode_image(content, self.image_size, self.channels, enlarge=self.enlarge, **options)
         elif isinstance(content, Image.Image):
-            image = decode_picture(content, *options)
+            image = decode_picture(content, self.image_size, self.channels, enlarge=self.enlarge, **options)
         else:
             image = content(self.image_size, self.channels)
         return {"images": randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image}
@@ -104,15 +102,15 @@ class OneFrameField(ImageField):
 
 @dataclass(frozen=True)
 class ClipField(Field):
-    """ "videos": uint8 (3, num_frames, image_size, image_size), as the decoder cuts them; an image is a video of one
-    frame. `flip`: whether half of the augmented clips are mirrored left to right."""
+    """ "videos": uint8 (3, num_frames, image_size, image_size), see `ClipDecoder`; an image is a video of one frame.
+    `flip`: whether half of the augmented clips are mirrored left to right."""
 
     clips: videos.ClipDecoder
     flip: bool = False
 
     @property
     def spec(self) -> FieldSpec:
-        # An image is too short for a clip: skip it by its ending.
+        # Where short clips are skipped, images are not even listed.
         takes_images = self.clips.short_clips != "skip" or self.clips.num_frames == 1
         return FieldSpec(
             "clip", "video", videos.ENDINGS, ("video", "clip", "mp4", "webm", "mkv"), feature="Video",
@@ -123,17 +121,17 @@ class ClipField(Field):
         content = self.content(record)
         if isinstance(content, FileRef):
             clip = self.clips.load(content, index, epoch, augment)
-        elif isinstance(content, own.Video):
+        elif isinstance(content, user_dataset.Video):
             clip = self._make_clip(content, index, epoch, augment)
         else:
             clip = self._draw_clip(content)
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
-    from_item = staticmethod(own.video_of)
+    from_item = staticmethod(user_dataset.video_of)
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
-        """All frames of a video, see `ClipDecoder.frames`; of an endless demonstration, those of a clip."""
+        """All frames of a video, see `ClipDecoder.frames`; of a demonstration, which is endless, those of a clip."""
         content = record[self.spec.name]
         if isinstance(content, FileRef):
             return self.clips.frames(content, multiple)
@@ -147,15 +145,14 @@ class ClipField(Field):
     def _draw_clip(self, draw: Callable[..., Tensor]) -> Tensor:
         return draw(self.clips.image_size, self.clips.num_frames, self._frames_per_step)
 
-    def _make_clip(self, video: own.Video, index: int, epoch: int, augment: bool) -> Tensor:
+    def _make_clip(self, video: user_dataset.Video, index: int, epoch: int, augment: bool) -> Tensor:
         fraction = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
         pictures = [video.picture(number) for number in self._frame_numbers(video, fraction)]
         size, cut = self.clips.image_size, self.clips.crop.cut(epoch, index) if augment else None
-        return self.clips.filled(
-            [decode_picture(frame, size, 3, cut=cut).permute(1, 2, 0).numpy() for frame in pictures]
-        )
+        frames = (decode_picture(picture, size, 3, cut=cut) for picture in pictures)
+        return self.clips.to_clip([frame.permute(1, 2, 0).numpy() for frame in frames])
 
-    def _frame_numbers(self, video: own.Video, fraction: float) -> list[int]:
+    def _frame_numbers(self, video: user_dataset.Video, fraction: float) -> list[int]:
         """The frame numbers of a clip; fewer than num_frames if the video has no more."""
         n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
         count = min(self.clips.num_frames, math.ceil(n / step))
@@ -167,8 +164,8 @@ class ClipField(Field):
 
 @dataclass(frozen=True)
 class SoundField(Field):
-    """ "waveforms": float32 in [-1, 1], as the decoder cuts them: (clip_samples,); with `max_clips`, (k, clip_samples)
-    of 1 <= k <= max_clips clips that are spread over all of a sound, or over the part of it that a table asks for."""
+    """ "waveforms": float32 in [-1, 1], see `ClipDecoder`: (clip_samples,); with `max_clips`, (k, clip_samples), the
+    1 <= k <= max_clips clips that are spread over a sound, or over the part of it that a table selects."""
 
     clips: sounds.ClipDecoder
     max_clips: int | None = None
@@ -187,7 +184,7 @@ class SoundField(Field):
             return {"waveforms": self.clips.spread(content, self.max_clips)}
         return {"waveforms": self.clips.load(content, index, epoch, augment)}
 
-    from_item = staticmethod(own.sound_of)
+    from_item = staticmethod(user_dataset.sound_of)
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ class TextsField(Field):
 
     spec: ClassVar[FieldSpec] = TEXTS
 
-    from_item = staticmethod(own.texts_of)
+    from_item = staticmethod(user_dataset.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(self.content(record))
@@ -216,10 +213,10 @@ class TextsField(Field):
 
 
 class CaptionsField(Field):
-    """ "captions": those of a sound, none if they cannot be read."""
+    """ "captions": those of a sound, an empty list if they cannot be read."""
 
     spec: ClassVar[FieldSpec] = TEXTS
-    from_item = staticmethod(own.texts_of)
+    from_item = staticmethod(user_dataset.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         try:
@@ -245,12 +242,12 @@ class CaptionField(Field):
             caption = next(iter(texts_of_row(caption or {}).captions), "")
         return {"captions": caption, **({"tokens": self.tokenize([caption])[0]} if self.tokenize else {})}
 
-    from_item = staticmethod(own.caption_of)
+    from_item = staticmethod(user_dataset.caption_of)
 
 
 def texts_of(content: Any) -> Texts:
-    """The captions and the class of a sound, from the texts of its record. Raises OSError or ValueError, in one line,
-    if there is no caption."""
+    """The captions and the class of a sound, from the content of its record for `TEXTS`. Raises OSError, and
+    ValueError, in one line, if there is no caption."""
     texts = read_texts(content) if isinstance(content, FileRef) else content
     texts = texts if isinstance(texts, Texts) else texts_of_row(texts or {})
     if not texts.captions:
@@ -275,8 +272,8 @@ class SampleDataset:
         return len(self.source)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        """The sample's entries of a batch. They depend only on the set's seed and the arguments, on the epoch only with
-        `augment`. Raises OSError or ValueError, in one line, if it cannot be read."""
+        """The sample's entries of a batch. They depend only on the set's seed and the arguments, on `epoch` only with
+        `augment`. Raises OSError or ValueError, in one line, if the sample cannot be read."""
         record = self.source.record(index, epoch, augment)
         try:
             parts = [field.load(record, index, epoch, augment) for field in reversed(self.fields)]

@@ -1,4 +1,5 @@
-"""The samples that a run did not train on: its validation and test split, computed again from its data and flags."""
+"""The samples that a run trained on and those that it held out, its validation and test split: computed again from its
+data and flags."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tandem.data.sources.files import is_url
-from tandem.data.sources.own import data_of
+from tandem.data.sources.user_dataset import data_of
 
-from .feed import divided
+from .feed import make_split
 from .fields import ConcatSamples, SampleDataset
 from .sets import image_opener, video_opener
 
 
-class Part(SampleDataset):
+class SampleSubset(SampleDataset):
     """Some samples of a set, by their indices."""
 
     def __init__(self, samples: SampleDataset, indices: Iterable[int]) -> None:
@@ -47,17 +48,17 @@ class DataSplit(NamedTuple):
     fingerprint: str
 
 
-def divided_by(run: argparse.Namespace, **image_options: Any) -> DataSplit:
-    """The current data of a run with these arguments; `image_options`: see `image_opener`. Raises ValueError, in one
-    line, if there are no such samples or too few."""
+def split_of_run(run: argparse.Namespace, **image_options: Any) -> DataSplit:
+    """The split of the current data of a run with these arguments; `image_options`: see `image_opener`. Raises
+    ValueError, in one line, if there are no such samples or too few."""
     is_video = run.data_flag == "video_folder"
     open_set = video_opener(run) if is_video else image_opener(run, **image_options)
     spec = data_of(run, run.data_flag)
     samples = open_set(spec)
-    train, *other_splits = divided(samples, run, str(spec))
-    train_samples: SampleDataset = Part(samples, map(train.at, range(len(train))))
+    train, *other_splits = make_split(samples, run, str(spec))
+    train_samples: SampleDataset = SampleSubset(samples, map(train.at, range(len(train))))
     held_out_indices = sorted(indices.at(i) for indices in other_splits for i in range(len(indices)))
-    held_out_samples: SampleDataset = Part(samples, held_out_indices)
+    held_out_samples: SampleDataset = SampleSubset(samples, held_out_indices)
     if run.valid_folder:
         held_out_samples = ConcatSamples(held_out_samples, open_set(run.valid_folder))
     if is_video and run.image_folder:
@@ -66,32 +67,35 @@ def divided_by(run: argparse.Namespace, **image_options: Any) -> DataSplit:
 
 
 def count_trained_on(run: argparse.Namespace, samples: SampleDataset, data: str) -> tuple[int, str | None]:
-    """How many of the samples, which are in `data`, a run with these arguments trains on, compared by path; and the
-    fingerprint of its data, None if its folders cannot share files with `data` and were not listed. Raises what
-    `divided_by` raises, and ValueError, in one line, if there are no paths to compare."""
-    folders = [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
+    """How many of the samples of `data` a run with these arguments trains on, compared by path; and the fingerprint of
+    the run's data, None if its folders cannot share files with `data` and were not listed. Raises what `split_of_run`
+    raises, and ValueError, in one line, if there are no paths to compare."""
+    folders = _data_folders(run)
     if run.dataset:
         raise ValueError(f"the run's data is --dataset {run.dataset}, whose items have no paths")
     if data.startswith("demo:") and any(folder.startswith("demo:") for folder in folders):
         raise ValueError(f"{data} and the run's data, {' and '.join(folders)}, are drawn and have no paths")
     if not any(_may_share_files(folder, data) for folder in folders):
         return 0, None
-    split = divided_by(run)
+    split = split_of_run(run)
     paths = {os.path.abspath(split.trained.describe(index)) for index in range(len(split.trained))}
     return sum(os.path.abspath(samples.describe(index)) in paths for index in range(len(samples))), split.fingerprint
 
 
-def places_of(run: argparse.Namespace) -> str:
-    """The folders of a run's data. Relative paths are resolved from the current folder."""
-    folders = [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
-    are_fixed = [folder.startswith("demo:") or is_url(folder) for folder in folders]
+def folders_of_run(run: argparse.Namespace) -> str:
+    """The folders of a run's data, for a message. Relative paths are resolved from the current folder."""
     return " and ".join(
-        folder if is_fixed else os.path.abspath(folder) for folder, is_fixed in zip(folders, are_fixed, strict=True)
+        folder if folder.startswith("demo:") or is_url(folder) else os.path.abspath(folder)
+        for folder in _data_folders(run)
     )
 
 
+def _data_folders(run: argparse.Namespace) -> list[str]:
+    return [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
+
+
 def _may_share_files(first: str, second: str) -> bool:
-    """Whether one of two paths of data is the other, or lies inside it."""
+    """Whether two paths of data are equal, or one lies inside the other."""
     if any(path.startswith("demo:") for path in (first, second)):
         return False
     outer, inner = sorted((path if is_url(path) else os.path.realpath(path) for path in (first, second)), key=len)

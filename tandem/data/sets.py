@@ -1,4 +1,4 @@
-"""The data sets of the scripts: which fields each script reads from which source, and the feeds of their batches."""
+"""The data sets of the scripts, the fields of each and their source; and the scripts' feeds (`TrainingData`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.data.decoding.images import CENTER, Crop
 from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
 from tandem.data.sources.embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from tandem.data.sources.opening import open_source
-from tandem.data.sources.own import DatasetSpec, UserDatasetSource, data_of
 from tandem.data.sources.record import FieldSpec, RecordSource
+from tandem.data.sources.user_dataset import DatasetSpec, UserDatasetSource, data_of
 
 from .decoding import sounds, videos
 from .feed import TrainingData
@@ -41,21 +41,21 @@ _LARGEST_CLIP_BYTES = 1 << 32
 _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
 
 
-def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **numbers: Any) -> RecordSource:
-    """The source that a flag names: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
+def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **tar_range: Any) -> RecordSource:
+    """The source of a flag's value: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
     (`DatasetSpec`); or a path, see `open_source`. No sample is opened.
 
     Args:
-        field_specs: What fields look for; the first one makes a sample.
+        field_specs: What the fields read; each file or row with content of the first one is a sample.
         kind: Of the demonstration, see `DemoSource`.
-        numbers: Which tars: see `open_source`.
+        tar_range: The selection of tars, see `open_source`.
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     if isinstance(spec, DatasetSpec):
         return UserDatasetSource(spec)
     demo = demo_name(kind)
-    return open_demo(spec or demo, kind, seed) or open_source(str(spec), field_specs, demo=demo, **numbers)
+    return open_demo(spec or demo, kind, seed) or open_source(str(spec), field_specs, demo=demo, **tar_range)
 
 
 def _open_feed(
@@ -67,7 +67,8 @@ def _open_feed(
     train_options: Mapping[str, Any] = {},
     **feed_options: Any,
 ) -> TrainingData:
-    """The feed of --dataset or the value of a flag, opened with `train_options`, and of --valid_folder."""
+    """The feed of the set of --dataset, or else of the flag `flag`, opened with `train_options`, and of the set of
+    --valid_folder."""
     spec = data_of(args, flag)
     open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
     feed_options = {"source": str(spec), "noun": noun, "open_valid": open_valid, **feed_options}
@@ -91,7 +92,7 @@ def image_data(args: argparse.Namespace, processes: ProcessGroup, channels: int 
 
 
 def _picture_options(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
-    """The arguments of images and of frames that follow from the flags."""
+    """The arguments of `ImageField` and `ClipDecoder` that follow from the flags."""
     crop = Crop(args.crop, args.crop_area, args.seed)
     return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
 
@@ -153,8 +154,8 @@ def open_sounds(
 
 
 def open_sounds_in_clips(spec: str, clips: sounds.ClipDecoder, max_clips: int) -> SampleDataset:
-    """A set of sounds, each by at most `max_clips` clips, and their captions: see `open_records` for `spec` and what is
-    raised, and `SoundField`."""
+    """A set of sounds, of each at most `max_clips` clips, and of their captions: see `open_records` for `spec` and what
+    is raised, and `SoundField`."""
     fields = [SoundField(clips, max_clips), CaptionsField()]
     return SampleDataset(_open_sound_source(spec, fields), fields)
 
@@ -184,51 +185,44 @@ def open_conditioned(
     flip: bool = False,
     seed: int = 0,
     crop: Crop = CENTER,
-    **numbers: Any,
+    **tar_range: Any,
 ) -> SampleDataset:
-    """A set of "images" with "captions" and the conditions of a model: see `open_records` for `spec` and `numbers`.
-    Images whose shorter side has fewer than `image_size` pixels are `SampleIncomplete`, and crops are not smaller
-    either: a generative model would learn the blur of enlarged images.
+    """A set of "images" with "captions" and the conditions of a model: see `open_records` for `spec` and
+    `tar_range`. Images whose shorter side has fewer than `image_size` pixels are `SampleIncomplete`, and random
+    crops have at least as many: a generative model would learn the blur of enlarged images.
 
     Args:
         takes: Which kinds of embeddings the model takes.
-        tokenize: Captions -> tokens, if embeddings are computed from captions and images; stored embeddings are then
-            not read.
+        tokenize: Captions -> tokens, if the run computes embeddings from captions and images; stored ones are then not
+            read.
         rows: Files of rows of embeddings, see `embedding_rows`.
         longest_text: The most tokens that the model takes.
         flip: Mirror half of the augmented images; not allowed with captions or stored embeddings.
 
     Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
     """
-    crop = dataclasses.replace(crop, least=image_size)
-    fields: list[Field] = [
-        ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop),
-        CaptionField(tokenize),
-    ]
+    crop = dataclasses.replace(crop, min_side=image_size)
+    image = ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop)
+    fields: list[Field] = [image, CaptionField(tokenize)]
     stored_kinds = [] if tokenize else [kind for kind in takes if kind not in rows]
     field_specs = [*(field.spec for field in fields), *(kind.spec for kind in stored_kinds)]
-    source = open_records(spec, field_specs, "scenes", seed, **numbers)
-    selects_shards = numbers.get("start_shard") or numbers.get("end_shard") is not None
+    source = open_records(spec, field_specs, "scenes", seed, **tar_range)
+    selects_shards = tar_range.get("start_shard") or tar_range.get("end_shard") is not None
     if selects_shards and isinstance(source, DemoSource | UserDatasetSource):
         raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
     for kind in [] if tokenize else takes:
-        embedding = (
-            embedding_rows(source, kind, rows[kind], index_width=index_width)
-            if kind in rows
-            else embedding_field(source, kind, longest_text)
-        )
+        in_rows = embedding_rows(source, kind, rows[kind], index_width=index_width) if kind in rows else None
+        embedding = in_rows or embedding_field(source, kind, longest_text)
         if embedding is None:
             raise ValueError(
                 f"the model takes {kind.spec.noun}s, and {spec!r} has none: put KEY{kind.spec.endings[0]} beside "
                 f"each image, give {kind.flag}, compute them with --clip, or train without by --condition_on none"
             )
-        if kind == TEXT and embedding.shape[0] > longest_text:
-            raise ValueError(
-                f"texts of {embedding.shape[0]} tokens are longer than --max_text_len {longest_text}: raise it"
-            )
+        if kind == TEXT and (n_tokens := embedding.shape[0]) > longest_text:
+            raise ValueError(f"texts of {n_tokens} tokens are longer than --max_text_len {longest_text}: raise it")
         fields.append(embedding)
-    is_own = isinstance(source, UserDatasetSource)
-    if flip and ((takes and not tokenize) or (not is_own and has_content(source, "texts"))):
+    is_user_dataset = isinstance(source, UserDatasetSource)
+    if flip and ((takes and not tokenize) or (not is_user_dataset and has_content(source, "texts"))):
         raise ValueError(_NO_FLIP)
     return SampleDataset(source, fields)
 
@@ -242,7 +236,7 @@ def decoder_feed(
     takes_text: bool = False,
     **options: Any,
 ) -> TrainingData:
-    """The feed of a script that trains on conditioned images; `widths_of` gives the widths of its conditions.
+    """The feed of a script that trains on images with conditions, whose widths are `widths_of` its `samples`.
     `options`: "longest_text" and "tokenize", see `open_conditioned`. Raises what `TrainingData` raises."""
     takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
@@ -268,12 +262,12 @@ def _embedding_shapes(samples: SampleDataset) -> dict[Kind, tuple[Any, ...]]:
 
 
 def has_content(source: RecordSource, name: str) -> bool:
-    """Whether any record holds something of this name."""
+    """Whether any record has content of this name."""
     return bool(source.examples(name))
 
 
 def _check_widths(valid: SampleDataset, trained: SampleDataset, folder: str) -> None:
-    """Raise ValueError if the embeddings for validation have another width than those for training."""
+    """Raise ValueError if embeddings of the validation set have another width than those of the training set."""
     for kind in KINDS:
         width, expected = (_embedding_shapes(samples).get(kind, (None,))[-1] for samples in (valid, trained))
         if width != expected:

@@ -24,12 +24,12 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """Sentences -> tokens (b, max_text_tokens) and how many of them count; see `open_tokenizer`.
+    """Sentences -> tokens (b, max_text_tokens) and their lengths; see `open_tokenizer`.
 
-    A pickle holds only the tokenizer's name and size, so another process reads the file again. `vocab_size` is one more
-    than the largest token. `to_ids` turns a sentence into at most max_text_tokens tokens, including those that mark its
-    start and end. `content` is the tokenizer's file; empty for CLIP's tokenizer, which is in a package. `marks` is the
-    argument of `open_tokenizer`.
+    A pickle holds only the arguments of `open_tokenizer`, so that another process reads the file again. `vocab_size` is
+    the largest token + 1. `to_ids` maps a sentence to at most max_text_tokens tokens, including the start and end
+    tokens. `content` is that of the tokenizer's file; empty for CLIP's tokenizer, which is in a package. `marks`: see
+    `open_tokenizer`.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Tokenizer:
         self._to_ids, self._content, self._marks = to_ids, content, marks
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]:
-        """b sentences -> (int64 (b, max_text_tokens), padded with 0; the number of tokens that count, 1 or more each).
+        """b sentences -> (int64 (b, max_text_tokens), padded with 0; the length of each without the padding, > 0).
 
-        A longer sentence is cut to max_text_tokens; if the tokenizer has an end mark, it takes the last place. Raises
-        ValueError if a sentence holds nothing that the tokenizer knows.
+        A longer sentence is cut to max_text_tokens; its last token is the end token, if the tokenizer has one. Raises
+        ValueError if a sentence has no token.
         """
         tokens = torch.zeros(len(texts), self.max_text_tokens, dtype=torch.int64)
         lengths = []
@@ -62,8 +62,8 @@ class Tokenizer:
             write_atomically(Path(folder, FILE), self._content)
 
     def require_same(self, model: str, path: Path | None) -> None:
-        """Raise ValueError, in one line, if the model named ``model`` has another tokenizer, from the file at ``path``,
-        or CLIP's if that is None."""
+        """Raise ValueError, in one line, if the model named `model` has another tokenizer: that of the file at `path`,
+        or CLIP's if `path` is None."""
         if (b"" if path is None else read_bytes(path, LONGEST_JSON_BYTES)) != self._content:
             raise ValueError(
                 f"the model in {model} was trained with another tokenizer than {self.name}: give --tokenizer "
@@ -87,7 +87,7 @@ class Tokenizer:
 
 
 def sha256_of_tokenizer(name: str, content: bytes) -> str:
-    """The digest of a tokenizer by the content of its file, or by its name if it has none."""
+    """The SHA-256 of a tokenizer's file, or of its name if it has no file."""
     return hashlib.sha256(content or name.encode()).hexdigest()
 
 
@@ -95,11 +95,11 @@ def open_tokenizer(spec: str, max_text_tokens: int, marks: bool = True) -> Token
     """Open "clip" (49408 tokens; Radford et al. 2021, from the package open_clip) or a Hugging Face tokenizer.json.
 
     Args:
-        marks: "clip" puts start and end tokens around a text; without them it is the tokenizer of x-clip, used by
-            musiclm-pytorch. A tokenizer.json defines its own.
+        marks: Whether "clip" puts start and end tokens around a text; musiclm-pytorch's tokenizer, that of x-clip, does
+            not. A tokenizer.json defines its own.
 
     Raises ValueError, in one line, if a package or the file is missing, or max_text_tokens leaves no room for a token
-    beside the marks of start and end.
+    beside the start and end tokens.
     """
     if spec == _CLIP_NAME:
         return _open_clip(max_text_tokens, marks)
@@ -111,10 +111,10 @@ def _open_clip(max_text_tokens: int, marks: bool) -> Tokenizer:
         reason = f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end"
         raise ValueError(f"{reason}: use 3 or more")
     tokenizer = _load_clip_tokenizer()
-    before, after = ([tokenizer.sot_token_id], [tokenizer.eot_token_id]) if marks else ([], [])
+    prefix, suffix = ([tokenizer.sot_token_id], [tokenizer.eot_token_id]) if marks else ([], [])
 
     def to_ids(text: str) -> list[int]:
-        return [*before, *tokenizer.encode(text)[: max_text_tokens - 2 * marks], *after]
+        return [*prefix, *tokenizer.encode(text)[: max_text_tokens - 2 * marks], *suffix]
 
     return Tokenizer(_CLIP_NAME, tokenizer.vocab_size, max_text_tokens, to_ids, marks=marks)
 
@@ -149,7 +149,7 @@ def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         tokenizer.no_padding()
         tokenizer.enable_truncation(max_text_tokens)  # this keeps the marks of start and end
         n_marks = tokenizer.num_special_tokens_to_add(is_pair=False)
-    except BaseException as error:  # the package raises plain Exception, and panics of its Rust code
+    except BaseException as error:  # the package raises plain Exception, and its panics of Rust are BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = f"cannot read the tokenizer {path!r}: {' '.join(str(error).split())[:200]}"

@@ -61,8 +61,7 @@ _STATE_DICT = 3  # index among the pickles of an old file
 #: Prefixes of the names of layers wrapped by torch.compile, FSDP or checkpointing, in a file.
 WRAPPER_NAMES = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
-# Bytes of a file that are searched for names.
-_LONGEST_BEGINNING = 1 << 20
+_SEARCHED_BYTES = 1 << 20  # of the beginning of a file, where `has_weight_name` looks
 
 # Values in a tuple and in the tuples inside it, with repetitions; PyTorch's hold seven, the shape and the strides.
 _LARGEST_TUPLE = 1 << 10
@@ -88,19 +87,15 @@ def substitute_for(name: str) -> tuple[Any, str]:
     """For a name in `IGNORED`: the substitute for the class, and the name in PyTorch's form (`module.name`)."""
     class_name = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
     class_name = class_name.replace("__builtin__", "builtins").replace(" ", ".")
-    return (_empty_dict if name.endswith("defaultdict") else Ignored), class_name
-
-
-def _empty_dict(*_: Any) -> dict[Any, Any]:
-    """An empty mapping, because PyTorch sets the items of mappings only."""
-    return {}
+    # A dict in the place of a defaultdict, because PyTorch sets the items of mappings only.
+    return ((lambda *_: {}) if name.endswith("defaultdict") else Ignored), class_name
 
 
 def has_weight_name(path: Path, name: bytes) -> bool:
-    """Whether ``name`` occurs in the first `_LONGEST_BEGINNING` bytes of a .pt, .pth or .safetensors file, where the
+    """Whether ``name`` occurs in the first `_SEARCHED_BYTES` bytes of a .pt, .pth or .safetensors file, where the
     names of the weights stand. Runs no code of the file. Raises ValueError, in one line, if it is no regular file."""
     with check_regular(path).open("rb") as file:
-        return name in WRAPPER_NAMES.sub(b"", file.read(_LONGEST_BEGINNING))
+        return name in WRAPPER_NAMES.sub(b"", file.read(_SEARCHED_BYTES))
 
 
 def check_archive(path: Path) -> None:

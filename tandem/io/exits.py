@@ -19,7 +19,7 @@ class CannotGoOn(RuntimeError):
 
 
 class Ended(Exception):
-    """The run ends on all processes, and the reason has been printed: the script only has to exit with ``code``."""
+    """The run ends on all processes. The reason has been printed; the script exits with ``code``."""
 
     code: int
 

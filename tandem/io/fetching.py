@@ -43,24 +43,24 @@ class Published:
     """A file published by its authors.
 
     Attributes:
-        what: Its content, in words.
+        description: Its content, in words.
         names: Its possible names in the cache or a folder; a fetched file gets the first.
         address: Where it is published.
         size: Bytes.
         sha256: Of the whole file, 64 hexadecimal digits.
     """
 
-    what: str
+    description: str
     names: tuple[str, ...]
     address: str
     size: int
     sha256: str
 
     def __str__(self) -> str:
-        names = " or ".join(self.names)
-        return f"{self.what}: {names}, published as {self.address} ({_size_text(self.size)}, SHA-256 {self.sha256})"
+        facts = f"{_size_text(self.size)}, SHA-256 {self.sha256}"
+        return f"{self.description}: {' or '.join(self.names)}, published as {self.address} ({facts})"
 
-    def inside(self, folder: Path) -> Path | None:
+    def find_in(self, folder: Path) -> Path | None:
         """The file in a folder, under one of its names; None if there is none."""
         return next((folder / name for name in self.names if (folder / name).is_file()), None)
 
@@ -84,7 +84,7 @@ def fetch_file(file: Published, heartbeat: Callable[[], None] = lambda: None) ->
 
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path = folder / file.names[0]
-    return _fetch_once(path, str(file), lambda: file.inside(folder), lambda: _fetch(file, path, heartbeat), heartbeat)
+    return _fetch_once(path, str(file), lambda: file.find_in(folder), lambda: _fetch(file, path, heartbeat), heartbeat)
 
 
 def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None) -> Path:
@@ -117,7 +117,7 @@ def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], Non
             if _hub_checksum(path, published.etag or "") != published.etag:
                 path.resolve().unlink()
                 path.unlink()
-                raise ValueError("what came has another checksum; nothing was kept")
+                raise ValueError("the download has another checksum and was deleted")
             # The second call records in the cache the commit of the branch; without the record `find` finds nothing.
             hub.hf_hub_download(model, name)
         except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
@@ -169,9 +169,8 @@ def _fetch_once(
             if file := find():
                 return file
             if has_waited and (reason := os.pread(lock.fileno(), _LONGEST_REASON, 0)):
-                raise ValueError(
-                    reason.decode(errors="replace")
-                )  # otherwise all processes would try in vain, one after the other
+                # Do not try again: all processes would try in vain, one after the other.
+                raise ValueError(reason.decode(errors="replace"))
             lock.truncate(0)
             try:
                 fetch()
@@ -205,10 +204,10 @@ def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:
     """Download a file to `path`. Raises ValueError if the download fails, and OSError if the disk does."""
     mirror = os.environ.get(MIRROR)
     if mirror and "@" in urlsplit(mirror).netloc:
-        raise ValueError(f"{MIRROR} holds a password, which would stand in the log: let it be an address without")
+        raise ValueError(f"{MIRROR} holds a password, which would stand in the log: give an address without one")
     address = f"{mirror.rstrip('/')}/{file.address.rpartition('/')[2]}" if mirror else file.address
-    say(f"fetching {file.what} ({_size_text(file.size)}) from {address} to {path}")
-    for n_left in reversed(range(_TRIES)):
+    say(f"fetching {file.description} ({_size_text(file.size)}) from {address} to {path}")
+    for attempt in range(1, _TRIES + 1):
         try:
             with replacing(path) as temporary, create(temporary) as target, _progress_bar(file.size) as progress:
                 length, digest = 0, hashlib.sha256()
@@ -226,7 +225,7 @@ def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:
                     raise ValueError(f"{address} is another file: its SHA-256 or its size differs; nothing was kept")
             return
         except _NoAnswerError:
-            if not n_left:
+            if attempt == _TRIES:
                 raise
             time.sleep(_PAUSE_SECONDS)
 

@@ -56,8 +56,8 @@ def installed_command(script: str) -> str:
 def program() -> str:
     """The name of this program for messages: train_vae.py, or tandem-train-vae of a package."""
     name = os.path.basename(sys.argv[0])
-    is_ours = IS_INSTALLED and name.endswith(".py") and (HOME / name).is_file()  # started by python -m tandem.NAME
-    return installed_command(name) if is_ours else name
+    is_script = IS_INSTALLED and name.endswith(".py") and (HOME / name).is_file()  # started by python -m tandem.NAME
+    return installed_command(name) if is_script else name
 
 
 def find_shipped_file(path: str) -> str:

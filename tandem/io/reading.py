@@ -120,10 +120,10 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
             yield line
 
 
-def other_kind(beginning: bytes) -> str:
+def other_kind(beginning: bytes, more_kinds: tuple[tuple[bytes, str, str], ...] = ()) -> str:
     """What a file holds by its first `LONGEST_BEGINNING` bytes, such as a pointer of Git LFS, and the advice, as a part
-    of a message; "" for any content that is not in `_OTHER_KINDS`."""
-    for pattern, kind, remedy in _OTHER_KINDS:
+    of a message; "" for any content that is neither in `_OTHER_KINDS` nor in ``more_kinds``, which are of its form."""
+    for pattern, kind, remedy in (*_OTHER_KINDS, *more_kinds):
         if re.match(pattern, beginning):
             return f"it is {kind}; {remedy}"
     return ""
@@ -189,11 +189,7 @@ def read_yaml(path: str | Path) -> Any:
     Raises:
         OSError, ValueError: one line, as for `compose_yaml`.
     """
-
-    def construct(loader: yaml.SafeLoader, node: yaml.Node | None) -> Any:
-        return None if node is None else loader.construct_document(node)
-
-    return _parse_yaml(path, construct)
+    return _parse_yaml(path, lambda loader, node: None if node is None else loader.construct_document(node))
 
 
 def compose_yaml(path: str | Path) -> yaml.Node | None:
@@ -204,7 +200,6 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
         ValueError: one line, if it is no regular file, no UTF-8 text, no YAML, too long or nested too deeply, or if
             aliases (`*name`) make it much longer than it is.
     """
-
     return _parse_yaml(path, lambda loader, node: node)
 
 

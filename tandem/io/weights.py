@@ -1,20 +1,23 @@
-"""Reading of files of weights, whose format is recognised by their content, not by their ending (`read_content`); and
-advice about files without weights."""
+"""Reading of files of weights, whose format is recognised by their content, not by their ending (`read_content`);
+advice about files without weights; and writing of weights (`replacing`)."""
 
 from __future__ import annotations
 
 import re
 import struct
 import zipfile
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from . import writing
 from .archive import IGNORED, STATE_DICT_ADVICE, WRAPPER_NAMES, check_archive, check_old_file, substitute_for
-from .reading import LONGEST_BEGINNING, check_regular, one_line, other_kind
+from .reading import LONGEST_BEGINNING, check_regular, error_text, one_line, other_kind
 
 # Prefixes that DataParallel and DDP, torch.compile, FSDP and modules of Lightning put before all names; some of them
 # also put them before names of inner layers.
@@ -23,7 +26,7 @@ _INNER_WRAPPERS = re.compile(WRAPPER_NAMES.pattern.decode())
 
 _COPY_ADVICE = "copy or download it again"
 # Files mistaken for weights, in addition to those in `reading`: the first bytes, the kind, and the advice.
-_OTHER_KINDS = (
+_NO_WEIGHTS = (
     (rb"GGUF", "in the GGUF format", "give the file of PyTorch or safetensors that it was made from"),
     (rb"\x08[\x01-\x0f]\x12", "in the ONNX format", "give the file of PyTorch that it was made from"),
     (rb"\x89HDF", "in the HDF5 format of Keras", "give the file of PyTorch or safetensors"),
@@ -114,7 +117,7 @@ def why_no_weights(path: Path) -> str:
         return f"it is cut off: its names alone take {length} bytes of {size}; {_COPY_ADVICE}" if length > size else ""
     if beginning.startswith(b"PK\3\4"):
         if not zipfile.is_zipfile(path):
-            return f"it is cut off, for its end is missing; {_COPY_ADVICE}"
+            return f"it is cut off: its end is missing; {_COPY_ADVICE}"
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
         if any(member.endswith("/constants.pkl") for member in members):
@@ -122,11 +125,8 @@ def why_no_weights(path: Path) -> str:
         if not any(member.lower().endswith("data.pkl") for member in members):
             return f"it is a zip of {len(members)} files, none of them PyTorch's; unpack it"
         return ""
-    if reason := other_kind(beginning):
+    if reason := other_kind(beginning, _NO_WEIGHTS):
         return reason
-    for pattern, kind, remedy in _OTHER_KINDS:
-        if re.match(pattern, beginning):
-            return f"it is {kind}; {remedy}"
     if beginning.startswith(_PICKLE):
         return ""
     return f"it begins as no file of PyTorch or safetensors does; {_COPY_ADVICE}"
@@ -166,4 +166,24 @@ def _strip_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def first_names(content: Mapping[Any, Any]) -> str:
+    """The first three keys of a file, for messages."""
     return ", ".join(repr(str(name)[:40]) for name in list(content)[:3]) or "nothing"
+
+
+def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous weights on the CPU, as safetensors and the public packages' files require."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, moved onto ``path`` once it is complete and on the disk.
+
+    Raises:
+        OSError: one line, if it could not be written; ``path`` is then unchanged.
+    """
+    try:
+        with writing.replacing(path) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for disk errors
+        raise OSError(f"cannot write {path}: {error_text(error)}") from None

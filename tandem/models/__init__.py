@@ -1,4 +1,4 @@
-"""The models: plain modules that know nothing of arguments, processes, run folders or loggers."""
+"""The models: plain modules, independent of command lines, processes, run folders and loggers."""
 
 from __future__ import annotations
 

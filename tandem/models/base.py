@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
 from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
-from tandem.io.weights import check_weights_file
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import check_weights_file, on_cpu, replacing
 
 from .building import build_on_meta, build_with_weights, check_arguments
 
@@ -30,8 +29,8 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, SafetensorError)
 
-# Attributes that config.json holds beside constructor arguments, for people who read it; older files lack them.
-_FACTS = ("num_codes",)
+# Attributes that config.json states for its readers, beside the constructor arguments; older files lack them.
+_EXTRAS = ("num_codes",)
 
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -61,15 +60,15 @@ class Pretrained(nn.Module):
         with replacing(folder / _WEIGHTS) as path:
             save_file(on_cpu(self.state_dict()), path)
         with replacing(folder / CONFIG_FILE) as path:
-            facts = {name: getattr(self, name) for name in _FACTS if name not in self.config and hasattr(self, name)}
-            path.write_text(json.dumps({"model": type(self).__name__, **facts, **self.saved_config()}, indent=2) + "\n")
+            extra = {name: getattr(self, name) for name in _EXTRAS if name not in self.config and hasattr(self, name)}
+            path.write_text(json.dumps({"model": type(self).__name__, **extra, **self.saved_config()}, indent=2) + "\n")
 
     def saved_config(self) -> dict[str, Any]:
-        """Constructor arguments of this model in its present state: `config`, and what it measured in training."""
+        """Constructor arguments of this model in its present state: `config`, and what was measured in training."""
         return self.config
 
     def description(self) -> dict[str, Any]:
-        """Its class, as "model", and its constructor arguments, as they are read back from config.json."""
+        """The class, as "model", and the constructor arguments, as they are read back from config.json."""
         return {"model": type(self).__name__, **json.loads(json.dumps(self.saved_config()))}
 
     def sha256(self) -> str:
@@ -90,7 +89,7 @@ class Pretrained(nn.Module):
         return cls.with_weights(folder, config, read_weights(folder))
 
     def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
-        """Take the weights of a ``save_pretrained`` folder, or of another model of this class, which errors call
+        """Copy the weights of a ``save_pretrained`` folder, or of another model of this class, which errors call
         ``name``.
 
         Raises:
@@ -111,7 +110,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
-        """The model of these constructor arguments and weights, in eval mode. Neither is trusted.
+        """The model of untrusted constructor arguments and weights, in eval mode.
 
         Raises:
             ValueError: one line that names ``source``, if they do not fit, or a weight is not finite.
@@ -141,7 +140,7 @@ def build_in_memory(model_class: type[Self], /, **arguments: Any) -> Self:
     return model_class.from_dict(arguments)
 
 
-def class_of(name: str, source: Path) -> type[Pretrained]:
+def get_model_class(name: str, source: Path) -> type[Pretrained]:
     """A class of models by its name. Raises ValueError, in one line that names ``source``, if there is none."""
     model_class = getattr(importlib.import_module(__package__), name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, Pretrained)):
@@ -153,7 +152,7 @@ def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source:
     """The model of a `Pretrained.description`, with these weights. Raises ValueError, in one line that names
     ``source``, if they do not fit."""
     arguments = {name: value for name, value in description.items() if name != "model"}
-    return class_of(description["model"], source).with_weights(source, arguments, weights)
+    return get_model_class(description["model"], source).with_weights(source, arguments, weights)
 
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -169,11 +168,11 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
             foreign_type = config.get("architectures") or config.get("model_type")
             hint = f", but one of transformers, {str(foreign_type)[:80]}" if foreign_type else ""
             raise ValueError(f"its {CONFIG_FILE} names no model of this package{hint}")
-        return class_name, {name: value for name, value in config.items() if name not in _FACTS}
+        return class_name, {name: value for name, value in config.items() if name not in _EXTRAS}
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder holds all files of its weights, unread."""
+    """Whether a folder holds all files of its weights. Their content is not read."""
     try:
         with _translate_errors(folder):
             return all(path.is_file() for path in _weight_files(folder))
@@ -215,11 +214,11 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
     """The files of a folder's weights, each with the names of the tensors to read from it; an empty list means all."""
     if (folder / _WEIGHTS).exists() or not (folder / _INDEX).exists():
         return {check_inside(folder / _WEIGHTS, folder): []}
-    return files_of_index(folder / _INDEX)
+    return read_weight_index(folder / _INDEX)
 
 
-def files_of_index(index: Path) -> dict[Path, list[str]]:
-    """The files beside an index of weights that it names, each with the names of its tensors.
+def read_weight_index(index: Path) -> dict[Path, list[str]]:
+    """The files that an index of weights names, beside it, each with the names of its tensors.
 
     Raises:
         OSError, ValueError: one line, if there is no index, it is damaged, or it names something outside of its folder.

@@ -1,5 +1,5 @@
-"""Building models whose size is checked first: from a file's arguments and weights, where the arguments cannot allocate
-much more memory than the weights; and from a user's arguments, within the memory of the machine."""
+"""Building a model after a check of its size. From a file, it may be little larger than the file's weights; from a
+user's arguments, it must fit into the memory of the machine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.nn.modules import module as torch_module
 from tandem.io.reading import one_line
 
 # Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
-_HARMLESS_NUMBER = 1 << 22
+_MAX_CHEAP_NUMBER = 1 << 22
 
 # More values than any model has arguments; a pickle of a hundred bytes can hold 2^60 of them, in lists of one list.
-_MOST_VALUES = 1 << 20
-_DEEPEST = 100  # lists in lists
+_MAX_VALUES = 1 << 20
+_MAX_DEPTH = 100  # lists in lists
 
-# A model may have this many tensors more than its file, so that the first one that is missing can be named.
-_SPARE_TENSORS = 1000
+# A model may have this many tensors more than its file, so that an error can name the first missing one.
+_MAX_SPARE_TENSORS = 1000
 
 # Far more than any model of this package has; even an empty tensor takes about a kilobyte.
-_MOST_TENSORS = 1 << 14
+_MAX_TENSORS = 1 << 14
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,29 +39,29 @@ def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor] 
     Raises:
         ValueError: one line, naming the argument.
     """
-    # Ignore empty tensors: beside a dimension of 0, a file can state any other dimension without holding any data.
+    # Ignore empty tensors: a file that states a dimension of 0 can state any other dimensions, too, without any data.
     sizes = [size for tensor in weights.values() if tensor.numel() for size in tensor.shape]
-    largest = max(_HARMLESS_NUMBER, *sizes, 0)
+    largest = max(_MAX_CHEAP_NUMBER, *sizes, 0)
     for name, value in arguments.items():
-        for number in plain_values(name, value):
-            if isinstance(number, int) and abs(number) > largest:
-                raise ValueError(f"{name} {str(number)[:24]} is too large: {largest} is the most")
+        for element in plain_values(name, value):
+            if isinstance(element, int) and abs(element) > largest:
+                raise ValueError(f"{name} {str(element)[:24]} is too large: {largest} is the most")
 
 
 def plain_values(name: str, value: Any) -> Iterator[Any]:
-    """The numbers, strings and so on in a value, which may be a list or a mapping with string keys, of such values.
+    """The numbers, strings, booleans and nulls in a value of JSON, at any depth of lists and mappings.
 
     Raises:
-        ValueError: one line that names the value, if it holds anything else, too many values or too deep nests.
+        ValueError: one line that names the value, if it holds anything else, too many values or too many nested lists.
     """
     pending, count = [(value, 0)], 1
     while pending:
         value, depth = pending.pop()
         if isinstance(value, (dict, list, tuple)):
             count += len(value)
-            if count > _MOST_VALUES:
-                raise ValueError(f"{name} holds more than {_MOST_VALUES} values")
-            if depth == _DEEPEST:
+            if count > _MAX_VALUES:
+                raise ValueError(f"{name} holds more than {_MAX_VALUES} values")
+            if depth == _MAX_DEPTH:
                 raise ValueError(f"{name} is nested too deeply")
             if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
                 raise ValueError(f"{name} holds a dict whose keys are not all strings")
@@ -77,18 +77,18 @@ def build_on_meta(build: Callable[[], Model]) -> Model:
     """The model that ``build`` makes, without memory. Raises ValueError, in one line, if its weights would not fit into
     the memory of this machine."""
     memory = _memory_bytes()
-    sizes = f"more than {_MOST_TENSORS} tensors, or more than the {memory / 1e9:.3g} GB of memory that this machine has"
-    error_text = f"the model would have {sizes}: choose a smaller one"
+    limits = f"more than {_MAX_TENSORS} tensors, or more than the {memory / 1e9:.3g} GB of memory that this machine has"
+    error_text = f"the model would have {limits}: choose a smaller one"
     try:
-        with torch.device("meta"), _at_most(_MOST_TENSORS, memory, error_text):
+        with torch.device("meta"), _limit(_MAX_TENSORS, memory, error_text):
             return build()
     except (RuntimeError, OverflowError) as error:  # more numbers than PyTorch can count
         raise ValueError(f"there is no model of such a size: {one_line(error)}") from None
 
 
 def require_room(what: str, *shape: int) -> None:
-    """Raise a ValueError of one line, which says ``what`` would not fit, if an fp32 tensor of this shape is larger than
-    the memory of this machine."""
+    """Raise a ValueError of one line, which begins with ``what``, if an fp32 tensor of this shape is larger than the
+    memory of this machine."""
     needed, memory = 4 * math.prod(shape), _memory_bytes()
     if needed > memory:
         raise ValueError(f"{what}: {needed / 1e9:.3g} GB are more than the {memory / 1e9:.3g} GB that this machine has")
@@ -99,7 +99,7 @@ def _memory_bytes() -> int:
 
 
 def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]) -> Model:
-    """The model that ``build`` makes, holding ``weights``. Its memory is allocated after comparing names and shapes.
+    """The model that ``build`` makes, with ``weights``. Names and shapes are compared before its memory is allocated.
 
     Raises:
         ValueError: one line that names the first weight that is missing, superfluous, or of another shape or kind.
@@ -107,7 +107,7 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
     try:
         with (
             torch.device("meta"),
-            _at_most(len(weights) + _SPARE_TENSORS, math.inf, "the model would have many more weights than the file"),
+            _limit(len(weights) + _MAX_SPARE_TENSORS, math.inf, "the model would have many more weights than the file"),
         ):
             expected = dict(build().state_dict())
     except Exception as error:  # a constructor can raise anything for a file's values
@@ -125,7 +125,7 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
 
 
 @contextmanager
-def _at_most(max_tensors: int, max_bytes: float, error_text: str) -> Iterator[None]:
+def _limit(max_tensors: int, max_bytes: float, error_text: str) -> Iterator[None]:
     """Stop a constructor that makes more parameters and buffers, or more bytes of them, before it fills the memory."""
     num_tensors, num_bytes = 0, 0
 

@@ -1,5 +1,5 @@
-"""The HTML page about runs that report.py makes from their folders.
+"""The HTML page of report.py about training runs.
 
-`curves` reads metrics.jsonl, `pictures` samples/, `runs` the rest of a run folder; `page` writes one file of them, and
-`watching` serves it during a run. The page's own HTML, CSS and JavaScript are in the folder `page`.
+`curves` reads metrics.jsonl, `pictures` reads samples/, and `runs` reads the rest of a run folder; `page` writes them
+into one file, and `watching` serves it during a run. The page's own HTML, CSS and JavaScript are in the folder `page`.
 """

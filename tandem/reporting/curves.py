@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 
 from tandem.io.reading import counted, error_text, open_regular, parse_json
 
-POINTS = 500  # a longer curve has at least so many, and less than twice as many
+POINTS = 500  # a curve of more values has 500 to 999 points
 MOST_METRICS = 400  # of a run; the memory grows with them
 _LONGEST_NAME = 200  # characters of a metric
 _LONGEST_LINE = 1 << 20  # bytes
 _LARGEST_STEP = 1 << 53  # beyond it a browser's numbers are not exact
 _MOST_NAMES = 8  # names that a note lists
-_TAIL_BYTES = 256  # before the offset; if they are the same at the next read, the file was not replaced
+_TAIL_BYTES = 256  # compared before each read: other bytes before the offset mean that the file was replaced
 _MOST_RISES = 100  # more rises of a count are merged with their neighbours
 
 CLOCK = ("step", "samples", "epoch", "seconds", "time")
@@ -37,11 +37,11 @@ class Curve:
         self._values.append(value)
 
     def as_json(self, points: int = POINTS) -> dict[str, Any]:
-        """The curve for the page: x (updates), y (means), lo and hi (only where a point stands for several values), nan
-        (updates with missing values), and the facts about all values; numbers with six digits.
+        """The curve for the page: x (updates), y (means), lo and hi (lowest and highest values, if a point stands for
+        several), nan (updates with missing values), and statistics of all values; numbers with six digits.
 
-        Each point stands for `size` neighbouring values, a power of two so large that there are less than 2 x `points`
-        of them. No spike is lost: a point keeps the lowest and the highest of its values beside their mean."""
+        Each point stands for `size` neighbouring values, the smallest power of two that gives fewer than 2 x `points`
+        points. `lo` and `hi` keep every spike."""
         import numpy as np  # not at the top: --help is fast
 
         steps, values = np.array(self._steps), np.array(self._values)
@@ -52,7 +52,7 @@ class Curve:
         starts = np.arange(0, len(values), size)  # index of the first value of each point
         counts = np.add.reduceat(finite, starts, dtype=int)
         valid = np.where(finite, values, np.nan)
-        # Not sum / n, which overflows for values near the largest number that there is.
+        # Divide before summing: sum / n overflows for values near the largest float.
         shares = np.where(finite, values, 0) / np.repeat(counts.clip(1), size)[: len(values)]
         means = np.where(counts, np.add.reduceat(shares, starts), np.nan)
         sizes = np.diff([*starts, len(values)])
@@ -86,7 +86,7 @@ class Curve:
 
 
 def short(value: float) -> float | int | None:
-    """A number with six digits, whole ones exactly; None for what is not finite."""
+    """A number rounded to six digits, a whole one exactly; None for one that is not finite."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < _LARGEST_STEP else float(f"{value:.6g}")

@@ -8,15 +8,13 @@ import html
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.io.installed import missing_package
-from tandem.training.metrics.directions import better_direction
+from tandem.training.metrics.directions import COSTS, better_direction
 from tandem.training.run_folder.starts import now
-
-from .grouping import groups
 
 GENERATOR = "report.py of tandem-training"
 _GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
@@ -27,6 +25,10 @@ _FOLDER = Path(__file__).parent / "page"
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _ESCAPED_BIDI = re.compile(r"\\u(061c|200[ef]|202[a-e]|206[6-9])")  # in JSON
 _SCRIPTS = ("tools.js", "charts.js", "sections.js", "main.js")
+_OPTIMISATION_WORDS = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
+                       "bad_samples")  # fmt: skip
+_GROUPS = ("Validation", "Validation of the whole split", "Losses", "Other values", "Optimisation", "Costs")
+_ALWAYS_ZERO = "Always 0"
 
 
 def library() -> dict[str, str]:
@@ -57,6 +59,31 @@ def _is_zero(curve: Mapping[str, Any]) -> bool:
     return curve["count"] > 1 and not curve["missing"] and curve["low"][0] == curve["high"][0] == 0
 
 
+def metric_group(metric: str) -> str:
+    """The group of a metric by its name, one of `_GROUPS`."""
+    first, last = metric.split("/")[0], metric.split("/")[-1]
+    if first.startswith("valid") and "/" in metric:
+        return _GROUPS[first == "valid_whole"]
+    if metric in COSTS:
+        return "Costs"
+    if any(last == word or last.endswith(f"_{word}") for word in _OPTIMISATION_WORDS):
+        return "Optimisation"
+    if better_direction(metric) == "low" or last.endswith("_loss") or last in ("kl", "commitment", "entropy"):
+        return "Losses"
+    return "Other values"
+
+
+def groups(metrics: Iterable[str], zero_metrics: Container[str] = ()) -> list[dict[str, object]]:
+    """[{"name", "metrics", "is_folded"}] of all metrics, in the given order within a group, without empty groups. The
+    last group, folded on the page, holds `zero_metrics`, whose values are all 0, such as counts of faults."""
+    members: Mapping[str, list[str]] = {name: [] for name in (*_GROUPS, _ALWAYS_ZERO)}
+    for metric in dict.fromkeys(metrics):
+        members[_ALWAYS_ZERO if metric in zero_metrics else metric_group(metric)].append(metric)
+    return [
+        {"name": name, "metrics": members[name], "is_folded": name == _ALWAYS_ZERO} for name in members if members[name]
+    ]
+
+
 def as_text(data: Any) -> str:
     """JSON for a <script> of an HTML page, in ASCII: no part of it ends the script or begins a comment. Control
     characters that reverse text become replacement characters."""
@@ -64,11 +91,11 @@ def as_text(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
+def page(data: Mapping[str, Any], *, version: str = "") -> bytes:
     """The page.
 
     Args:
-        watched: Version of the data, for a page that polls its server for newer data; "" for a file.
+        version: That of the data, for a page that polls its server for newer data; "" for a file.
 
     Raises:
         ValueError: one line, if the library that draws the curves is not installed.
@@ -79,10 +106,10 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
     names = ", ".join(run["name"] for run in data["runs"])
     fields = {
         "generator": _GENERATOR_TAG,
-        "policy": _security_policy(scripts, is_watched=bool(watched)),
+        "policy": _security_policy(scripts, is_watched=bool(version)),
         "title": html.escape(_BIDI.sub("\ufffd", names[:200]) + " - training report"),
         "css": uplot["css"] + (_FOLDER / "page.css").read_text(),
-        "watched": html.escape(watched),
+        "watched": html.escape(version),
         "data": as_text(data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
@@ -92,7 +119,7 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
 
 
 def _security_policy(scripts: Sequence[str], *, is_watched: bool) -> str:
-    """Content-Security-Policy: nothing is loaded, and no other script runs than these, whatever a run folder holds.
+    """A Content-Security-Policy: the page loads nothing and runs only these scripts, whatever a run folder holds.
     Source: https://www.w3.org/TR/CSP3/, section 8.4 (hashes of inline scripts)."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     sources = " ".join(f"'sha256-{digest}'" for digest in hashes)

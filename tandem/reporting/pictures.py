@@ -56,7 +56,7 @@ def read_pictures(folder: Path, max_updates: int) -> tuple[list[dict[str, Any]],
 
 
 def choose_evenly(items: Sequence[int], max_count: int) -> list[int]:
-    """At most `max_count` items: the first, the last, and others evenly spaced between them."""
+    """At most `max_count` of the items: the first, the last, and others at even distances."""
     last = len(items) - 1
     if last < max_count:
         return list(items)
@@ -65,9 +65,9 @@ def choose_evenly(items: Sequence[int], max_count: int) -> list[int]:
 
 @functools.lru_cache(maxsize=128)  # makes the next page of the same runs faster
 def encode_picture(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    """{"src", "key", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is large, and a hash
-    of its content. `mtime_ns` and `size` are keys of the cache. Raises OSError, and
-    ValueError, in one line, if it is broken or too large."""
+    """{"src", "key", "width", "height"} of a PNG: a data: URL (WebP for a large file), a hash of its content, pixels.
+    `mtime_ns` and `size` are keys of the cache. Raises OSError, and ValueError, in one line, if it is broken or too
+    large."""
     from PIL import Image
 
     content, kind = read_bytes(path, _MOST_BYTES), "png"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tandem.io.reading import error_text, read_json_or_empty, read_yaml
+from tandem.io.reading import counted, error_text, read_json_or_empty, read_yaml
 from tandem.io.writing import is_stale_lock
 from tandem.training.metrics.directions import FAULTS
-from tandem.training.run_folder.starts import script_of, starts
+from tandem.training.run_folder.starts import describe_placement, script_of, starts
 
 from .curves import MetricsFile
-from .faults import marks
 from .pictures import read_pictures
 
 # A run folder has at least one of these.
@@ -33,10 +33,12 @@ _RATE_LABELS = {
     "mfu": "share of the devices' peak (MFU)",
 }  # fmt: skip
 _WAIT_LABELS = {"data_seconds": "data", "communication_seconds": "other processes", "save_seconds": "checkpoints"}
+# Count of faults -> kind of mark, noun for what is counted, and the action of the run.
+_FAULT_LABELS = {"skipped_updates": ("skipped", "update", "skipped"), "bad_samples": ("bad", "bad sample", "replaced")}
 
 
 class RunReader:
-    """A run folder that is read again and again.
+    """Reads a run folder, again at each call of `read`.
 
     Args:
         name: Name of the run on the page.
@@ -142,6 +144,46 @@ def _format_fact(fact: Any) -> Any:
     return shlex.join(map(str, fact)) if isinstance(fact, list) else fact
 
 
+def marks(history: Sequence[Mapping[str, Any]], rises: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
+    """Faults and resumes as marks in the curves, {"step", "kind", "text"}, in the order of updates.
+
+    Kinds: "killed" (the updates after the last save were lost), "resumed" (from a save that was made because the run
+    was asked to stop), "extended", "skipped" and "bad". The text of a resume names a change of machine or processes.
+
+    Args:
+        history: The lines of starts.jsonl.
+        rises: Count of faults -> its increases, [first update, last update, increase].
+    """
+    events = [*_resume_marks(history)]
+    for name, intervals in rises.items():
+        kind, noun, action = _FAULT_LABELS[name]
+        for first, last, count in intervals:
+            updates = f"update {last:,.0f}" if first == last else f"updates {first:,.0f} to {last:,.0f}"
+            events.append({"step": last, "kind": kind, "text": f"{counted(int(count), noun)} {action} by {updates}"})
+    return sorted(events, key=lambda event: event["step"])
+
+
+def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for previous, start in pairwise(history):
+        step, changed_flags = start.get("step"), start.get("changed")
+        if type(step) is not int or step < 0:
+            continue
+        is_other_length = isinstance(changed_flags, dict) and not {"max_steps", "epochs"}.isdisjoint(changed_flags)
+        end_text = str(previous.get("ended"))
+        if end_text.startswith("finished"):
+            kind, cause = "extended", "had finished"
+        elif end_text.startswith("asked to stop"):
+            kind, cause = "resumed", "was asked to stop"
+        else:
+            loss_text = "had saved nothing" if step == 0 else "lost what came after it"
+            kind, cause = "killed", f"was killed or failed, and {loss_text}"
+        old_machine, machine = describe_placement(previous), describe_placement(start)
+        move = f"; from {old_machine} to {machine}" if old_machine != machine else f", on {machine}" if machine else ""
+        with_length = " with another length" if is_other_length else ""
+        text = f"started again from update {step:,}{with_length}: the start before {cause}{move}"
+        yield {"step": step, "kind": kind, "text": text}
+
+
 def _cost_lines(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The costs of the run, by label."""
     samples, seconds = (metrics.clock[name].as_json()["high"] for name in ("samples", "seconds"))
@@ -168,8 +210,8 @@ def _cost_lines(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -
             yield f"peak {name[5:].replace('_gb', '').replace('_', ' ')}, GB", f"{curve['high'][0]:,.4g}"
 
 
-def _format_seconds(seconds: float, integer_from: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= integer_from else f"{seconds:.3g}"
+def _format_seconds(seconds: float, whole_from: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= whole_from else f"{seconds:.3g}"
 
 
 def _read_best(path: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from .page import as_text, page
 
 _HOST = "127.0.0.1"
-_REFRESH_SECONDS = 2.0  # at least, between two reads of the run folders
+_REFRESH_SECONDS = 2.0  # the least time between two reads of the run folders
 
 
 class Server(ThreadingHTTPServer):
@@ -67,22 +67,22 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "report"
 
     def do_GET(self) -> None:
-        path, _, version = self.path.partition("?")
+        path, _, query = self.path.partition("?")
         # Accept this machine's name only, at any port (of ssh -L, for example). The name of another site may resolve to
         # this machine, too, but that site must not read the answer.
         if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
             self.send_error(403)
         elif path == "/":
-            data, newest = self.server.newest()
-            self._send(page(data, watched=newest), "text/html; charset=utf-8")
+            data, version = self.server.newest()
+            self._send(page(data, version=version), "text/html; charset=utf-8")
         elif path == "/data":
-            data, newest = self.server.newest()
-            if newest == version:
+            data, version = self.server.newest()
+            if version == query:
                 self.send_response(204)
                 self.end_headers()
             else:
-                self._send(as_text({"version": newest, "data": data}).encode(), "application/json")
-        elif path == "/picture" and (source := self.server.pictures.get(version)):
+                self._send(as_text({"version": version, "data": data}).encode(), "application/json")
+        elif path == "/picture" and (source := self.server.pictures.get(query)):
             self._send(source.encode(), "text/plain")
         else:
             self.send_error(404)

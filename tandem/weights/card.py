@@ -1,8 +1,7 @@
-"""The model card of a run: README.md of a model on the Hugging Face Hub, a text that a person completes.
+"""The model card of a run: README.md of a model on the Hugging Face Hub, which its author completes.
 
-The card is public, so it says nothing about the machine. From the configuration it takes numbers, switches and choices
-of the parser, but no text that a user typed, which may be a path, a key or a name. The format of the front matter:
-https://huggingface.co/docs/hub/model-cards.
+The card is public, so it names no hosts, paths or keys: it contains numbers, switches and choices of the configuration,
+but no free text of the user. The format of the front matter: https://huggingface.co/docs/hub/model-cards.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ CARD, PICTURE = "README.md", "sample.png"
 _NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
 _DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
 _PATH_SIGNS = re.compile(r"[/\\~$]")
-_HIDDEN = {*FAULTS, "grad_norm"}
+_HIDDEN_METRICS = {*FAULTS, "grad_norm"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The texts of the card that are the same for every model of a class.
+    """The texts of a card that depend on the model's class alone.
 
     Args:
         what: "a discrete VAE, which ...": continues "This is".
-        data: The flag that names the training data, and what it is called.
+        data: The flag of the training data, and a noun for the data.
         use: The command of the installed package that uses the model, with {} for its name.
         tags: For the Hub's search.
     """
@@ -96,12 +95,12 @@ def model_card(
         f"---\n# license: to be chosen by the author, such as mit or cc-by-4.0\nlibrary_name: tandem\ntags:\n{tags}---",
         f"# {name.split('/')[-1]}\n\nThis is {kind.what}. Its weights are {weights}.",
         f"![A sample of the training run]({PICTURE})" if has_picture else "",
-        _usage_section(name, model, kind, version),
+        _usage(name, model, kind, version),
     ]
     if run:
         metrics = MetricsFile(run / "metrics.jsonl")
         metrics.read()
-        sections += [_training(kind, settings, metrics), _metrics_table(metrics), _environment(last_start(run))]
+        sections += [_training(kind, settings, metrics), _metrics(metrics), _environment(last_start(run))]
     sections.append("## License\n\nThe author has not said yet under which license this model may be used.")
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -126,11 +125,11 @@ def public_settings(
 
 
 def newest_picture(run: Path) -> Path | None:
-    """The picture that a run drew last; None if it drew none."""
+    """The last picture of a run; None if there is none."""
     return max((run / "samples").glob("step_*.png"), default=None)
 
 
-def _usage_section(name: str, model: str, kind: Kind, version: str) -> str:
+def _usage(name: str, model: str, kind: Kind, version: str) -> str:
     return f"""## Use
 
 The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
@@ -164,7 +163,7 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
     if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
         text += f" The run saw {samples[0]:,} samples in {counted(samples[1], 'update')} ({epoch[0]:.3g} epochs)."
     data_option = "" if demonstration else f" --{flag} DIR"
-    block = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
+    config_text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     return f"""## Training
 
 {text} With the configuration below in `config.yaml`, this command trains such a model:
@@ -174,17 +173,17 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
 <details><summary>Configuration</summary>
 
 ```yaml
-{block}
+{config_text}
 ```
 
 </details>"""
 
 
-def _metrics_table(metrics: MetricsFile) -> str:
-    """A table of the metrics of the validation, or without one of the training; "" without any."""
+def _metrics(metrics: MetricsFile) -> str:
+    """The section about the metrics of the validation or, without one, of the training; "" without any."""
     curves = {
         name: curve.as_json() for name, curve in metrics.curves.items()
-        if name not in {*_HIDDEN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
+        if name not in {*_HIDDEN_METRICS, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
     }  # fmt: skip
     names = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
     rows = []

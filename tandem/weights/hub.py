@@ -1,7 +1,7 @@
 """Models on the Hugging Face Hub: their names, the download into the local cache, and the upload.
 
-A model there is a model folder, or one of diffusers. Only its safetensors and JSON files are downloaded, into the cache
-of the library huggingface_hub (HF_HOME), and they are read like untrusted files: nothing of them is run.
+A model on the Hub is a model folder, or a folder of diffusers. Only safetensors and JSON files are downloaded, into the
+cache of the library huggingface_hub (HF_HOME). They are untrusted, and no code in them is run.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _FILES = (
     "discriminator/model.safetensors", "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-*-of-*.safetensors",
 )  # fmt: skip
-# A path that ends so means a file, so the Hub is not asked for one that is missing.
-_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".yaml")
+# Names with these endings are paths of files, and are not looked for on the Hub.
+_FILE_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".yaml")
 
-_folders: dict[str, Path] = {}  # by name, of the models that this process has downloaded
+_folders: dict[str, Path] = {}  # name of a model that this process downloaded -> its folder
 
 
-def split(name: str) -> tuple[str, str | None] | None:
-    """USER/NAME and the revision of USER/NAME@REVISION, None without one; None for what is no name on the Hub."""
+def parse_name(name: str) -> tuple[str, str | None] | None:
+    """("USER/NAME", revision or None) from USER/NAME or USER/NAME@REVISION; None for what is no name on the Hub."""
     match = _NAME.fullmatch(name)
-    if match is None or len(match[1]) > LONGEST_NAME or match[1].endswith(_ENDINGS) or ".." in name:
+    if match is None or len(match[1]) > LONGEST_NAME or match[1].endswith(_FILE_ENDINGS) or ".." in name:
         return None
     return match[1], match[2]
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name means a model on the Hub: it has the form of one, and neither it nor its first part is a path
-    here, so that nobody asks the Hub for a run whose name is misspelt."""
-    return split(name) is not None and not os.path.lexists(name) and not os.path.isdir(name.partition("/")[0])
+    """Whether a name means a model on the Hub: it has the form of one, is no path on this machine, and its first part
+    is no folder here, because the path of a run may be misspelt."""
+    return parse_name(name) is not None and not os.path.lexists(name) and not os.path.isdir(name.partition("/")[0])
 
 
 def local_path(path: Path) -> Path:
-    """The path; for the name of a model on the Hub its folder in the cache, which the first call downloads.
+    """The path itself; for the name of a model on the Hub its folder in the cache, which the first call downloads.
 
     Raises:
-        ValueError: one line, if the name has the form of one, and there is no such model or no answer.
+        ValueError: one line, if `is_on_hub` and the Hub has no such model or does not answer.
     """
     name = str(path)
     if name not in _folders and is_on_hub(name):
@@ -58,38 +58,38 @@ def local_path(path: Path) -> Path:
     return _folders.get(name, path)
 
 
-def use(name: str, folder: Path) -> None:
-    """Let `local_path` return this folder for a name, also written as ./USER/NAME, which a path shortens to
-    USER/NAME."""
+def set_folder(name: str, folder: Path) -> None:
+    """Let `local_path` return this folder for a name, written as USER/NAME or as ./USER/NAME."""
     _folders[str(Path(name))] = folder
 
 
 def download(name: str) -> Path:
-    """The folder in the cache of a model on the Hub, whose last part is its commit. What the cache holds of this commit
-    is not downloaded again. If the Hub gives no answer, the cache's copy of the revision is taken, and a line says so.
+    """Download a model on the Hub, except for files of its commit that are in the cache. Returns its folder in the
+    cache, which is named by the commit. If the Hub does not answer, the cache's copy of the revision is used, and a
+    line says so.
 
     Args:
         name: USER/NAME or USER/NAME@REVISION: a branch, a tag or a commit.
 
     Raises:
-        ValueError: one line, if there is no such model, no answer, or no package that could ask for it.
+        ValueError: one line, if there is no such model, no answer, or huggingface_hub is not installed.
     """
-    model, revision = split(name) or (name, None)
+    repository, revision = parse_name(name) or (name, None)
     library = hub_library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
     failure: Exception | None = None  # of the connection to the Hub
     try:
         if not (revision and _COMMIT.fullmatch(revision)):
             try:
-                library.HfApi().model_info(model, revision=revision, timeout=SECONDS)
+                library.HfApi().model_info(repository, revision=revision, timeout=SECONDS)
             except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
                 if _has_answered(error):
                     raise
                 failure = error
         options = {"local_files_only": failure is not None}
-        folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision, **options)).parent
+        folder = Path(library.hf_hub_download(repository, CONFIG_FILE, revision=revision, **options)).parent
         check = read_folder_config if diffusers_folder(folder) else read_config
         check(folder)  # before gigabytes of another kind of model are downloaded
-        library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **options)
+        library.snapshot_download(repository, revision=folder.name, allow_patterns=_FILES, **options)
         if not (holds_weights(folder) or all(path.is_file() for path in weight_files(folder))):
             raise ValueError("there is no answer, and the cache does not hold all of it")
     except Exception as error:
@@ -98,11 +98,11 @@ def download(name: str) -> Path:
             f"{name} does not exist here, and cannot be had from the Hub ({endpoint}): {_describe(failure or error)}"
         ) from None
     if failure and not library.constants.HF_HUB_OFFLINE:
-        say(f"{_describe(failure)}: taking {model} from the cache, commit {folder.name}")
+        say(f"{_describe(failure)}: taking {repository} from the cache, commit {folder.name}")
     return folder
 
 
-def upload(folder: Path, model: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
+def upload(folder: Path, repository: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
     """Upload a model folder in one commit, which also deletes the stale files of an earlier model of this repository.
     Returns its address.
 
@@ -116,21 +116,21 @@ def upload(folder: Path, model: str, message: str, *, is_private: bool = False, 
     library = hub_library("convert.py push")
     api = library.HfApi()
     try:
-        api.create_repo(model, private=True if is_private else None, exist_ok=True)
-        if is_private and not api.model_info(model, timeout=SECONDS).private:
+        api.create_repo(repository, private=True if is_private else None, exist_ok=True)
+        if is_private and not api.model_info(repository, timeout=SECONDS).private:
             raise ValueError("it exists already and is public, so --private is not possible; nothing was pushed")
         if branch:
-            api.create_branch(model, branch=branch, exist_ok=True)
+            api.create_branch(repository, branch=branch, exist_ok=True)
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        stale_names = [name for name in api.list_repo_files(model, revision=branch) if name not in paths]
+        stale_names = [name for name in api.list_repo_files(repository, revision=branch) if name not in paths]
         stale_names = [name for name in stale_names if any(fnmatch(name, pattern) for pattern in _FILES)]
-        # Not upload_folder, which may need several commits.
+        # One commit; upload_folder may make several.
         operations = [library.CommitOperationAdd(name, path) for name, path in sorted(paths.items())]
         operations += [library.CommitOperationDelete(name) for name in stale_names]
-        commit = api.create_commit(model, operations, commit_message=message, revision=branch)
+        commit = api.create_commit(repository, operations, commit_message=message, revision=branch)
     except Exception as error:
         endpoint = library.constants.ENDPOINT
-        raise ValueError(f"cannot push {model} to the Hub ({endpoint}): {_describe(error)}") from None
+        raise ValueError(f"cannot push {repository} to the Hub ({endpoint}): {_describe(error)}") from None
     return str(commit.commit_url)
 
 
@@ -144,7 +144,7 @@ def _find_cause(error: Exception) -> tuple[Exception, int | None]:
 
 
 def _has_answered(error: Exception) -> bool:
-    """Whether the Hub works, and answered that there is no such model or that this user may not read it."""
+    """Whether the Hub works, and its answer is that there is no such model or that this user may not read it."""
     error, status = _find_cause(error)
     return isinstance(error, ValueError) if status is None else status < 500 and status != 429
 

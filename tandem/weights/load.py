@@ -16,11 +16,11 @@ from tandem.training.run_folder.starts import script_of
 
 DISCRIMINATOR = "discriminator"  # name in a checkpoint of the network that its model was trained against
 
-#: (path of a public file, "best" or DISCRIMINATOR) -> the model in it, kept after its architecture was read for a run.
-#: The next load takes it from here, so that the file is read once.
-READ: dict[tuple[Path, str], Any] = {}
+#: (path of a public file, "best" or DISCRIMINATOR) -> its model. A run that reads the architecture of a file puts the
+#: model here, and the next load takes it out, so that the file is read once.
+LOADED_MODELS: dict[tuple[Path, str], Any] = {}
 
-# Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
+# Importing PyTorch takes seconds, so functions import it, and modules that need it, after arguments are checked.
 
 
 def resolve(path: Path) -> tuple[str, Path]:
@@ -58,7 +58,7 @@ def load_model(path: str | Path, weights: str = "best") -> Any:
         ValueError: one line, if there is no model.
     """
     from tandem.io.published import check_has_one_set
-    from tandem.models.base import build, class_of, read_config
+    from tandem.models.base import build, get_model_class, read_config
     from tandem.training.checkpoint.models import model_in
     from tandem.weights.formats.detection import detect_format
 
@@ -66,14 +66,14 @@ def load_model(path: str | Path, weights: str = "best") -> Any:
     if kind == "checkpoint":
         return build(*model_in(location, weights), location)
     if kind == "file":
-        return READ.pop((location, weights), None) or detect_format(location).load(location, weights)
+        return LOADED_MODELS.pop((location, weights), None) or detect_format(location).load(location, weights)
     check_has_one_set(location, weights)
-    return class_of(read_config(location)[0], location).from_pretrained(location)
+    return get_model_class(read_config(location)[0], location).from_pretrained(location)
 
 
 @contextmanager
 def with_user_name(path: str | Path) -> Iterator[None]:
-    """A context whose errors name a model of the Hub as its user does, and not its folder in the cache."""
+    """A context in whose errors the name of a model on the Hub replaces its folder in the cache."""
     from .hub import local_path
 
     try:
@@ -83,7 +83,7 @@ def with_user_name(path: str | Path) -> Iterator[None]:
 
 
 class Trained(NamedTuple):
-    """A model as scripts use it.
+    """A trained model with its identity and its tokenizer.
 
     model: In eval mode, on the CPU.
     about: Its identity: "config", which holds its class as "model" and its constructor arguments, and "weights_sha256",
@@ -96,13 +96,12 @@ class Trained(NamedTuple):
     tokenizer: Path | None
 
 
-def open_model(path: str | Path, *kinds: str) -> Trained:
+def open_model(path: str | Path, *class_names: str) -> Trained:
     """The model at a path that a user gives: a model folder, a run folder or a checkpoint of one, or a public package's
-    file. Of a run folder it is model/, unless a later update has been saved; then it is best/ for MuLan, the newest
-    checkpoint for others. Nothing is written.
+    file. Of a run folder it is that of `newest_weights`. Nothing is written.
 
     Args:
-        kinds: Names of the classes that are accepted.
+        class_names: The classes that are accepted; all without any.
 
     Raises:
         ValueError: one line, if there is no model, or it is of another kind.
@@ -111,7 +110,7 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     from tandem.models.base import read_headers
 
     source = newest_weights(Path(path))
-    model = load_named_model(path, *kinds)
+    model = load_named_model(path, *class_names)
     kind, location = resolve(source)
     is_folder = kind == "model"
     digest = sha256_of(location / name for name in sorted(read_headers(location))) if is_folder else model.sha256()
@@ -119,20 +118,20 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     return Trained(model.eval(), identity, tokenizer_file(source))
 
 
-def load_named_model(path: str | Path, *kinds: str) -> Any:
+def load_named_model(path: str | Path, *class_names: str) -> Any:
     """The model of `open_model`, with its errors."""
     from .card import KINDS
 
     with with_user_name(path):
         model = load_model(newest_weights(Path(path)))
-    if kinds and (class_name := type(model).__name__) not in kinds:
+    if class_names and (class_name := type(model).__name__) not in class_names:
         origin = f" of {KINDS[class_name].script}" if class_name in KINDS else ""
-        raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(kinds)}")
+        raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(class_names)}")
     return model
 
 
 def init_model(
-    cls: Any, args: argparse.Namespace, load_model: Callable[[Any, Any, str], None] | None = None, config: Any = None
+    cls: Any, args: argparse.Namespace, copy_weights: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
     """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
     with those of --init_from, copied by ``load_model`` (default: ``cls.load_weights_from``). ``config``: the
@@ -144,7 +143,7 @@ def init_model(
     torch.manual_seed(args.seed)
     model = build_in_memory(cls, **(config or cls.Config.from_args(args)).to_dict())
     if args.init_from:
-        (load_model or cls.load_weights_from)(model, load_named_model(args.init_from, cls.__name__), args.init_from)
+        (copy_weights or cls.load_weights_from)(model, load_named_model(args.init_from, cls.__name__), args.init_from)
     return model
 
 
@@ -214,11 +213,10 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
     from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(path)
-    if (location, DISCRIMINATOR) in READ:
-        return READ.pop((location, DISCRIMINATOR))
+    if (location, DISCRIMINATOR) in LOADED_MODELS:
+        return LOADED_MODELS.pop((location, DISCRIMINATOR))
     if kind == "file":
-        load_part = detect_format(location).load_discriminator
-        return load_part(location) if load_part else None
+        return detect_format(location).load_discriminator(location)
     return build(*model_in(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
 
 

@@ -16,7 +16,7 @@ from .card import KINDS, Kind, public_settings
 
 
 def describe_origin(location: Path, kind: str, weights: str) -> str:
-    """The update of the weights, and whether they are a moving average, as the end of a sentence; "" if unknown."""
+    """The end of a sentence: the update of the weights, and whether they are a moving average; "" if it is unknown."""
     from tandem.io.reading import read_json_or_empty
     from tandem.training.checkpoint.format import read_checkpoint
 
@@ -39,16 +39,16 @@ def read_run_arguments(run: Path) -> argparse.Namespace:
     ValueError, in one line, if this is no run folder, or it cannot be read."""
     from tandem.io.reading import read_yaml
 
-    name = script_of(run)
+    script = script_of(run)
     try:
-        config = read_yaml(run / "config.yaml") if name else None
+        config = read_yaml(run / "config.yaml") if script else None
     except OSError:
         config = None
-    if name is None or not isinstance(config, dict) or name not in {kind.script for kind in KINDS.values()}:
+    if script is None or not isinstance(config, dict) or script not in {kind.script for kind in KINDS.values()}:
         raise ValueError(f"{run} is no run folder: expected its config.yaml and starts.jsonl")
-    parser = script_parser(name)
+    parser = script_parser(script)
     arguments = vars(parser.with_values(_supported_settings(config, parser)))
-    return argparse.Namespace(**arguments, script=name, data_flag=parser.data_flag)
+    return argparse.Namespace(**arguments, script=script, data_flag=parser.data_flag)
 
 
 def _supported_settings(config: dict[str, Any], parser: ArgumentParser) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .origin import describe_origin, find_run, read_public_settings
 
 
 def add_push(command: Callable[..., Callable[..., Any]], weights: dict[str, Any]) -> None:
-    """Add the command push to convert.py's; ``weights``: its --weights."""
+    """Add the command push to convert.py. ``weights``: the options of its --weights."""
     add = command(push, "push", "Upload a model to the Hugging Face Hub, with a model card made from its run.",
                   ("RUN", "run folder, checkpoint or model folder"))  # fmt: skip
     add("name", metavar="USER/NAME", help="model on the Hub; made if it does not exist")
@@ -31,8 +31,8 @@ def push(args: argparse.Namespace) -> None:
     """Write the model folder with its card, and upload it."""
     from . import hub
 
-    model, revision = hub.split(args.name) or (None, None)
-    if model is None or revision is not None:
+    repository, revision = hub.parse_name(args.name) or (None, None)
+    if repository is None or revision is not None:
         raise ValueError(f"{args.name} is no USER/NAME of the Hub; a branch is named by --branch")
     with tempfile.TemporaryDirectory(prefix="push-") as temporary:
         folder = Path(args.dry_run or f"{temporary}/model")

@@ -82,7 +82,7 @@ def test_every_script_takes_the_flags_of_its_models(script: Any, flags_of: str, 
 
 
 def test_a_script_is_measured_beside_its_reference(plan: Plan) -> None:
-    values: Any = speed_part.compared(plan, "train_mulan", "bf16").values
+    values: Any = speed_part.speed_row(plan, "train_mulan", "bf16").values
     assert list(values) == ["samples/s", "peak MiB", "reference's samples/s", "reference's peak MiB", "ratio"]
     assert min(values.values()) > 0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.jobs import PYTHON, TORCHRUN, JobFailed, Launcher, measure, run
+from benchmarks.jobs import ONE_PROCESS, TORCHRUN, JobFailed, Launcher, measure, run
 from benchmarks.training import SMALL_MODELS
 from tests.scripts import VAE, words
 
@@ -17,7 +17,7 @@ FLAGS = [*words(VAE.tiny), "--image_folder", "demo:shapes:32", "--batch_size", "
 
 @pytest.mark.parametrize("script", ["train_mulan", "train_tokenizer"])  # test_references.py steps all references
 def test_a_script_and_its_reference_take_turns(script: str) -> None:
-    check(PYTHON, script, SMALL_MODELS[script][0].split(), ["script", "reference"])
+    check(ONE_PROCESS, script, SMALL_MODELS[script][0].split(), ["script", "reference"])
 
 
 def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str]) -> None:
@@ -34,7 +34,7 @@ def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> 
 
 def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:
     with pytest.raises(JobFailed, match=r"exit code 2: .*--image_size 7 is less"):
-        measure(PYTHON, ["script", "reference"], ["--image_size", "7"], rounds=1, turns=1, updates=1)
+        measure(ONE_PROCESS, ["script", "reference"], ["--image_size", "7"], rounds=1, turns=1, updates=1)
 
 
 def test_a_job_that_fails_ends_an_earlier_one_that_waits_for_it() -> None:

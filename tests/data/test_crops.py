@@ -12,9 +12,9 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from tandem.data.decoding.images import Crop, Square, decode_image
-from tandem.data.hashing import Draws
 from tandem.data.sets import open_conditioned, open_images, open_videos
 from tandem.data.sources.record import FileRef
+from tandem.hashing import Draws
 from tests.data.decoding.films import write_video
 
 N = 4000

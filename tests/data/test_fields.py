@@ -18,8 +18,8 @@ from tandem.data.decoding.images import FORMATS
 from tandem.data.fields import TEXTS, texts_of
 from tandem.data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
 from tandem.data.sources.embeddings import KINDS
-from tandem.data.sources.own import DatasetSpec
 from tandem.data.sources.record import FileRef
+from tandem.data.sources.user_dataset import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.decoding.films import SIDE, numbers, picture, write_video
 from tests.data.helpers import Items, OfOne, global_batches, ids, named, one_line, write_tar

@@ -27,7 +27,7 @@ from tandem.data.fields import (
 )
 from tandem.data.sets import open_records
 from tandem.data.sources.embeddings import IMAGE, TEXT, EmbeddingField
-from tandem.data.sources.own import DatasetSpec
+from tandem.data.sources.user_dataset import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.source_table import FILES, Record, encoded, gif, npy, wav
 from tests.scripts import TOKENIZER

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 
-from tandem.data.hashing import Draws
 from tandem.data.sampling.order import (
     AlternatingOrder,
     Permutation,
@@ -16,6 +15,7 @@ from tandem.data.sampling.order import (
     split_samples,
     split_shards,
 )
+from tandem.hashing import Draws
 from tests.data.helpers import one_line
 
 

@@ -286,8 +286,8 @@ def _write_listed(folder: Path) -> None:
     index._is_unchanged = lambda path, watched: len([*watched]) >= 0  # it is read all the same
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "_CLOCK_TICK_NS", -1 << 60)
-        made = index._make_index
-        patch.setattr(index, "_make_index", lambda *arguments: made(*arguments[:-1], 0))  # however short they are
+        made = index._build_index
+        patch.setattr(index, "_build_index", lambda *arguments: made(*arguments[:-1], 0))  # however short they are
         for number, (kind, place) in enumerate(LISTED):
             script = KINDS[kind].script
             _train(folder, script.name, f"unlisted{number}", f"--{script.data.flag}", f"listed/{path_of(kind, place)}")

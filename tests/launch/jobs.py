@@ -39,14 +39,14 @@ class Jobs:
     def output(self, launcher: Launcher, kind: str, name: str) -> Path:
         """The folder in which the task of this name left its output."""
         folder = self.path(launcher, kind, name)
-        if str(folder) not in self._finished(launcher.of_job, kind):
+        if str(folder) not in self._finished(launcher.without_stage, kind):
             errors = [path.read_text() for path in sorted(folder.parent.glob(f"{folder.name}.*.rank*"))]
             raise AssertionError("".join(errors) or f"not done:\n{self.said(launcher, kind)[-6000:]}")
         return folder
 
     def said(self, launcher: Launcher, kind: str) -> str:
         """The output of the whole job."""
-        return (self.folder / f"{launcher.of_job}-{kind}.log").read_text()
+        return (self.folder / f"{launcher.without_stage}-{kind}.log").read_text()
 
     def path(self, launcher: Launcher, kind: str, name: str) -> Path:
         """The folder in which the task of this name leaves its output."""

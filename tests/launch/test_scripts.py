@@ -259,7 +259,7 @@ def assert_rounding(name: str, key: str, differences: list[float]) -> None:
 def test_broken_photos_are_named_once_and_counted_alike(launcher: Launcher, jobs: Jobs) -> None:
     last = metrics(jobs.output(launcher, "bits", "vae"))[-1]
     assert last["bad_samples"] == metrics(jobs.output(ONE_PROCESS, "bits", "vae"))[-1]["bad_samples"] > 0
-    n_runs = sum(launcher.of_job == each.of_job for each in SAME_BITS) or 1  # stages of ZeRO share a job
+    n_runs = sum(launcher.without_stage == each.without_stage for each in SAME_BITS) or 1  # stages of ZeRO share a job
     said = re.findall(r"cannot read \S*photos\S*(\d{3})\.png", jobs.said(launcher, "bits"))
     assert len(said) == n_runs * last["bad_samples"] and {int(index) for index in said} <= set(BROKEN)
 

@@ -169,8 +169,8 @@ def test_a_missing_package_says_how_to_install_it(folder, monkeypatch):
 
 
 def test_weights_that_open_clip_knows_are_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_configuration", lambda name: (copy.deepcopy(TINY), {}))
-    monkeypatch.setattr(module, "_published", lambda *given: open_clip.get_pretrained_cfg(*given[:2]))
+    monkeypatch.setattr(module, "_read_configuration", lambda name: (copy.deepcopy(TINY), {}))
+    monkeypatch.setattr(module, "_find_published", lambda *given: open_clip.get_pretrained_cfg(*given[:2]))
     monkeypatch.setattr(module, "fetch_from_hub", fetch := Mock(return_value=folder / "tiny.safetensors"))
     model = Clip.from_file("ViT-B-32-quickgelu", None)
     assert fetch.call_args.args[1:3] == ("timm/vit_base_patch32_clip_224.openai", "open_clip_model.safetensors")

@@ -14,7 +14,7 @@ from torchvision.transforms.functional import gaussian_blur
 from tandem.config.models.decoder import DecoderConfig, Sampling
 from tandem.models import Decoder
 from tandem.models.diffusion.decoder import blur
-from tandem.models.layers.resizing import cropped
+from tandem.models.layers.resizing import crop_images
 from tests.models.helpers import refused
 
 SMALL: dict[str, Any] = {
@@ -135,8 +135,8 @@ def test_the_condition_is_made_smaller_then_blurred_then_enlarged_then_cropped()
     assert torch.equal(blur(torch.ones(1, 3, 1, 1), torch.tensor([0.6])), torch.ones(1, 3, 1, 1)), "has no neighbour"
     places = torch.tensor([[0.5, 0.2], [0.9, 0.9]])
     large, crops = model.training_pictures(batch, 1, torch.tensor([0.0, 0.6]), places=places, crop=6)
-    assert torch.equal(crops["lowres_image"], cropped(given["lowres_image"], places, 6))
-    assert torch.equal(large, cropped(images.float() / 127.5 - 1, places, 6))
+    assert torch.equal(crops["lowres_image"], crop_images(given["lowres_image"], places, 6))
+    assert torch.equal(large, crop_images(images.float() / 127.5 - 1, places, 6))
 
 
 def test_a_pixel_has_the_same_coordinates_in_a_crop_as_in_the_whole_picture() -> None:
@@ -155,8 +155,8 @@ def test_a_pixel_has_the_same_coordinates_in_a_crop_as_in_the_whole_picture() ->
 def test_crops_lie_where_their_shares_say() -> None:
     images = torch.arange(36.0).view(1, 1, 6, 6).repeat(3, 1, 1, 1)
     places = torch.tensor([[0.0, 0.0], [0.999, 0.999], [0.5, 0.0]])
-    assert cropped(images, places, 4)[:, 0, 0, 0].tolist() == [0.0, 14.0, 6.0]
-    assert torch.equal(cropped(images, places, 6), images)
+    assert crop_images(images, places, 4)[:, 0, 0, 0].tolist() == [0.0, 14.0, 6.0]
+    assert torch.equal(crop_images(images, places, 6), images)
 
 
 def drawn_by(start_at: int, images: Tensor | None = None, conditions: dict[str, Tensor] | None = None) -> Tensor:

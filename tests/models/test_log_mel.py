@@ -67,7 +67,7 @@ def test_a_window_shorter_than_a_frame_and_mirrored_ends_are_those_of_librosa(sa
         for clip in padded
     ]
     power = ours(torch.from_numpy(waveforms))
-    assert power.shape == (2, 65, ours.frames(samples))
+    assert power.shape == (2, 65, ours.num_frames(samples))
     np.testing.assert_allclose(power.numpy(), np.abs(np.stack(theirs)) ** 2, atol=1e-10)
 
 
@@ -77,7 +77,7 @@ def test_silence_and_short_clips_give_numbers_in_as_many_frames_as_said(kind: st
     spectrogram = spectrogram_of(spectrogram=kind)
     out = spectrogram(torch.stack([torch.zeros(samples), torch.ones(samples)]))
     assert out.shape == (2, spectrogram.bands, 1 + samples // 160) and out.isfinite().all()
-    assert spectrogram.frames(samples) == out.shape[2]
+    assert spectrogram.num_frames(samples) == out.shape[2]
     if kind == "log_mel":
         assert (out[0] == -2.0).all()  # -100 dB
 

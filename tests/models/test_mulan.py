@@ -74,7 +74,7 @@ def test_each_sample_keeps_the_patches_of_its_own_smallest_noise(dropout: float,
     tower = AudioTransformer(MuLaNConfig(audio_dim=8, audio_depth=1, patch_size=4, patch_dropout=dropout))
     spectrograms, noise = torch.randn(50, 12, 16), torch.rand(50, 12)
     every, seen = seen_patches(tower, spectrograms, None), seen_patches(tower, spectrograms, noise)
-    assert seen.shape == (50, kept, 16) and tower.kept(12) == kept
+    assert seen.shape == (50, kept, 16) and tower.num_kept(12) == kept
     chosen = (seen[:, :, None] == every[:, None]).all(dim=-1).any(dim=1)  # bool (b, 12)
     assert torch.equal(chosen, noise <= noise.sort(dim=1).values[:, kept - 1, None])
     assert dropout == 0 or len(chosen.unique(dim=0)) > 5, "all samples dropped the same"

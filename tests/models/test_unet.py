@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tandem.models import Unet
-from tandem.weights.formats.dalle2 import load_public_decoder
+from tandem.weights.formats.detection import FORMATS
 from tests.models.helpers import UNET, some, some_unet_inputs
 from tests.models.reference.unets import CASES, STRIDE, inputs_of, public_config, stored, weights_of
 
@@ -35,7 +35,7 @@ def test_public_weights_give_the_public_numbers(case: str, tmp_path: Path) -> No
         first = weights_of("first", stored("one level").shapes)
         public |= {f"unets.0.{name}": weight for name, weight in first.items()}
     torch.save({"version": "1.15.6", "config": {"decoder": config}, "model": public}, tmp_path / "latest.pth")
-    *_, model = load_public_decoder(tmp_path / "latest.pth").unets
+    *_, model = FORMATS["dalle2"].load(tmp_path / "latest.pth").unets
     inputs, none = inputs_of(case), torch.zeros(2, dtype=torch.bool)
     with torch.no_grad():
         kept = model(**inputs)

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tandem.models.autoencoders.video_tokenizer import from_patches, to_patches
-from tandem.models.layers.video.attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
+from tandem.models.layers.video.attention import (
+    AdaptiveNorm,
+    AttentionBlock,
+    GateLoop,
+    MemoryAttention,
+    TaylorAttention,
+)
 from tandem.models.layers.video.blocks import check_side, frames_per_code, parse_layers, pixels_per_code
 from tandem.models.layers.video.causal import (
     CausalConv3d,
@@ -171,7 +177,7 @@ def test_along_time_a_frame_sees_the_memories_and_the_last_frames_up_to_itself(w
 
 def test_a_gain_says_how_much_of_earlier_frames_is_seen() -> None:
     """With 0 nothing of them is; between 0 and 1, in attention and in the recurrence, the result is between the two."""
-    for layer in (Attend(6, MemoryAttention(6, 2, 3, is_causal=True), "time"), GateLoop(6)):
+    for layer in (AttentionBlock(6, MemoryAttention(6, 2, 3, is_causal=True), "time"), GateLoop(6)):
         x, gains = video(), [p for name, p in layer.named_parameters() if name.endswith("past_gain")]
         with torch.no_grad():
             for gain in gains:
@@ -199,7 +205,7 @@ def test_linear_attention_is_its_explicit_sum() -> None:
 @pytest.mark.parametrize("along", ["space", "time"])
 def test_attention_mixes_positions_along_one_axis(along: str) -> None:
     attention = MemoryAttention(6, heads=2, dim_head=3, is_causal=along == "time")
-    layer, x = Attend(6, attention, along), video(1, 6, 4, 3, 3).requires_grad_()
+    layer, x = AttentionBlock(6, attention, along), video(1, 6, 4, 3, 3).requires_grad_()
     out = layer(x, WHOLE)
     (gradient,) = torch.autograd.grad(out[:, :, 2, 1, 1].sum(), x)
     seen = gradient.abs().sum(dim=(0, 1)) > 0
@@ -212,7 +218,7 @@ def test_attention_mixes_positions_along_one_axis(along: str) -> None:
 
 
 def test_a_token_takes_half_of_its_channels_from_the_frame_before() -> None:
-    shift, x = Attend(6, MemoryAttention(6, 1, 2, is_causal=True), "time").shifts[0], video()
+    shift, x = AttentionBlock(6, MemoryAttention(6, 1, 2, is_causal=True), "time").shifts[0], video()
     out = shift(x, WHOLE)
     assert torch.equal(out[:, :3], x[:, :3]) and torch.equal(out[:, 3:, 1:], x[:, 3:, :-1])
     assert not out[:, 3:, 0].any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.reporting.grouping import groups, metric_group
+from tandem.reporting.page import groups, metric_group
 from tandem.training.metrics.directions import better_direction as direction
 
 

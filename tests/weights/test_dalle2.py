@@ -20,8 +20,9 @@ from tandem.config.models.decoder import DecoderConfig
 from tandem.models import Decoder
 from tandem.models.building import build_on_meta
 from tandem.models.diffusion import Schedule
-from tandem.weights.formats.dalle2 import load_public_decoder, public_state, save_public_decoder
+from tandem.weights.formats.dalle2 import public_state, save_public_decoder
 from tandem.weights.formats.dalle2_config import decoder_config
+from tandem.weights.formats.detection import FORMATS
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
 from tests.models.reference.unets import (
     LONG_STRIDE,
@@ -34,6 +35,7 @@ from tests.models.reference.unets import (
     weights_of,
 )  # fmt: skip
 
+DALLE2 = FORMATS["dalle2"]
 CONFIG = public_config("lowres")  # of two unets
 SHAPES, OTHERS = stored_decoder()  # ... and the public state dict of it
 PUBLIC = {**{name: weight for name, weight in weights_of("two", SHAPES).items() if name.startswith("unets.")}, **OTHERS}
@@ -85,7 +87,7 @@ def assert_read(model: Decoder, factor: float = 1.0, names: Any = SHAPES) -> Non
 
 @pytest.mark.parametrize("layout", [laion, bare, checkpoint])
 def test_every_layout_gives_the_unets_and_what_is_around_them(layout: Any, tmp_path: Path) -> None:
-    model = load_public_decoder(layout(tmp_path / "latest.pth"))
+    model = DALLE2.load(layout(tmp_path / "latest.pth"))
     assert_read(model, 2.0 if layout is checkpoint else 1.0, SHAPES.keys())
     config = DecoderConfig(**model.config)
     assert config.image_sizes == [8, 16] and config.noise_schedule == ["cosine", "linear"]
@@ -97,28 +99,28 @@ def test_every_layout_gives_the_unets_and_what_is_around_them(layout: Any, tmp_p
 def test_either_weights_of_a_checkpoint_are_taken(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "checkpoint.pth")
     for which, factor in (("best", 2.0), ("ema", 2.0), ("online", 1.0)):
-        assert_read(load_public_decoder(path, weights=which), factor, SHAPES.keys())
+        assert_read(DALLE2.load(path, weights=which), factor, SHAPES.keys())
     plain = laion(tmp_path / "plain.pth")
-    assert "holds no moving average" in one_line_of(lambda path: load_public_decoder(path, weights="ema"), plain)
+    assert "holds no moving average" in one_line_of(lambda path: DALLE2.load(path, weights="ema"), plain)
 
 
 def test_a_version_is_skipped_and_none_of_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = laion(tmp_path / "latest.pth", version=VERSION)
     monkeypatch.setitem(sys.modules, "packaging.version", types.ModuleType("packaging.version"))  # nothing in it
     monkeypatch.setitem(sys.modules, "packaging._structures", types.ModuleType("packaging._structures"))
-    assert_read(load_public_decoder(path), names=SHAPES.keys())
+    assert_read(DALLE2.load(path), names=SHAPES.keys())
 
 
 def test_a_file_of_the_first_unet_alone_is_a_decoder_and_one_of_the_second_alone_is_none(tmp_path: Path) -> None:
-    first = load_public_decoder(laion(tmp_path / "1.pth", model=of_unet(0)))
+    first = DALLE2.load(laion(tmp_path / "1.pth", model=of_unet(0)))
     assert first.image_sizes == [8] and len(first.unets) == 1
     second = laion(tmp_path / "2.pth", model=of_unet(1))
-    assert "holds unet 2 and no unet 1" in refused(load_public_decoder, second)
+    assert "holds unet 2 and no unet 1" in refused(DALLE2.load, second)
 
 
 def test_what_the_public_package_would_load_strictly_is_written_and_comes_back(tmp_path: Path) -> None:
     """All names and shapes, and all values but those that nothing uses."""
-    model = load_public_decoder(laion(tmp_path / "latest.pth"))
+    model = DALLE2.load(laion(tmp_path / "latest.pth"))
     ours = public_state(model)
     assert {name: list(tensor.shape) for name, tensor in ours.items()} == SHAPES
     assert_read(model, names=SHAPES.keys())
@@ -126,7 +128,7 @@ def test_what_the_public_package_would_load_strictly_is_written_and_comes_back(t
         found = ours[name] if len(tensor) == len(ours[name]) else ours[name][::LONG_STRIDE]
         assert torch.allclose(found, tensor, rtol=2**-22, atol=1e-12), name  # fp64 there and here, rounded to fp32
     save_public_decoder(model, tmp_path / "ours.pth")
-    again = load_public_decoder(tmp_path / "ours.pth")
+    again = DALLE2.load(tmp_path / "ours.pth")
     assert again.config == model.config
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=2**-22, atol=0)
@@ -146,17 +148,17 @@ def test_a_table_of_noise_says_whether_its_last_level_is_noise_alone(
     schedules = [Schedule.from_name(name, TIMESTEPS, zero_terminal_snr=zero) for name in ("cosine", "linear")]
     tables = {f"noise_schedulers.{n}.alphas_cumprod": (each.alpha**2).to(dtype) for n, each in enumerate(schedules)}
     config = {**CONFIG, "predict_v": True}
-    model = load_public_decoder(laion(tmp_path / "decoder.pth", config, {**PUBLIC, **tables}))
+    model = DALLE2.load(laion(tmp_path / "decoder.pth", config, {**PUBLIC, **tables}))
     assert model.config["zero_terminal_snr"] is zero
     for ours, theirs in zip(model.schedules, schedules, strict=True):
         assert torch.equal(ours.alpha, theirs.alpha)
     save_public_decoder(model, tmp_path / "again.pth")
-    assert load_public_decoder(tmp_path / "again.pth").config == model.config
+    assert DALLE2.load(tmp_path / "again.pth").config == model.config
 
 
 def test_names_of_before_1_15_and_half_precision_are_read(tmp_path: Path) -> None:
     model = {name.replace(".cross_attn.", ".cross_attn.fn."): tensor.half() for name, tensor in PUBLIC.items()}
-    read = load_public_decoder(laion(tmp_path / "latest.pth", model={**model, **OTHERS}))
+    read = DALLE2.load(laion(tmp_path / "latest.pth", model={**model, **OTHERS}))
     assert {weight.dtype for weight in read.parameters()} == {torch.float32}
     torch.testing.assert_close(
         public_state(read)["unets.1.to_out.weight"], PUBLIC["unets.1.to_out.weight"], rtol=1e-3, atol=1e-4
@@ -168,8 +170,8 @@ def test_keys_without_any_effect_there_have_none_here(tmp_path: Path) -> None:
     unet = {**CONFIG["unets"][1], "sparse_attn_window": 3, "lowres_cond": False, "final_conv_kernel_size": 1}
     config = {**CONFIG, "unets": [CONFIG["unets"][0], unet], "colour": 1}
     model = {**PUBLIC, "clip.clip.logit_scale": torch.ones(())}
-    found = load_public_decoder(laion(tmp_path / "latest.pth", config, model))
-    plain = load_public_decoder(laion(tmp_path / "plain.pth"))
+    found = DALLE2.load(laion(tmp_path / "latest.pth", config, model))
+    plain = DALLE2.load(laion(tmp_path / "plain.pth"))
     assert found.config == plain.config
     assert_same_bits(found.state_dict(), plain.state_dict())
 
@@ -231,14 +233,14 @@ def test_what_is_no_decoder_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     wrong, complaint = BROKEN[name]
     path = laion(tmp_path / "latest.pth", **wrong)
-    line = refused(load_public_decoder, path)
+    line = refused(DALLE2.load, path)
     assert complaint in line and str(path) in line
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "latest.pth"
-    assert "cannot read" in one_line_of(load_public_decoder, path)
+    assert "cannot read" in one_line_of(DALLE2.load, path)
     for make, complaint in (
         (lambda: torch.save(PUBLIC, path), "there is no "),
         (lambda: torch.save({"config": 3, "model": PUBLIC}, path), "no part about a decoder"),
@@ -246,7 +248,7 @@ def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(
         (lambda: (path.unlink(), os.mkfifo(path)), "not a regular file"),
     ):
         make()
-        assert complaint in one_line_of(load_public_decoder, path)
+        assert complaint in one_line_of(DALLE2.load, path)
 
 
 @pytest.mark.parametrize(("changes", "complaint"), [

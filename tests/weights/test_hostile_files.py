@@ -23,7 +23,7 @@ from torch import Tensor
 import convert
 import train_vae
 from tandem.models import DiscreteVAE
-from tandem.weights.formats.dalle import load_dalle
+from tandem.weights.formats.detection import FORMATS
 from tests.models.helpers import VAE, Call, assert_same_bits, one_line_of
 
 HPARAMS = {**VAE, "num_resnet_blocks": 0, "channels": 3}
@@ -297,7 +297,7 @@ def test_it_is_refused_in_one_line_without_its_code_or_its_memory(
     hostile: Path, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the model, by `convert.py export` and by `convert.py inspect`, which may also read it unharmed."""
-    load = DiscreteVAE.from_pretrained if hostile.name == "model" else load_dalle
+    load = DiscreteVAE.from_pretrained if hostile.name == "model" else FORMATS["dalle"].load
     with little_memory():
         assert_one_line(one_line_of(load, hostile), complaint)
 
@@ -343,7 +343,7 @@ def test_what_is_harmless_in_a_public_file_is_read(tmp_path: Path, by_another_ha
         cpu, gpu = (b"X" + struct.pack("<I", len(place)) + place for place in (b"cpu", b"cuda:0"))
         rezipped(tmp_path / "vae.pt", change=lambda pickled: pickled.replace(cpu, gpu))
         assert b"cuda:0" in (tmp_path / "vae.pt").read_bytes()
-    loaded = load_dalle(tmp_path / "vae.pt").state_dict()
+    loaded = FORMATS["dalle"].load(tmp_path / "vae.pt").state_dict()
     assert_same_bits(loaded, state)
 
 

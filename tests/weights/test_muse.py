@@ -13,17 +13,14 @@ from torch import Tensor
 
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.models import VQGAN, Discriminator
-from tandem.weights.formats.muse import (
-    is_public_vqgan,
-    load_public_discriminator,
-    load_public_vqgan,
-    save_public_vqgan,
-)
+from tandem.weights.formats.detection import FORMATS
+from tandem.weights.formats.muse import save_public_vqgan
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images, without
 from tests.models.reference import tokenizers
 
 STATE = tokenizers.state_of("vqgan")
 IMAGES = tokenizers.images("vqgan")
+MUSE = FORMATS["muse"]
 SMALL: dict[str, Any] = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "centred": False}
 
 
@@ -39,7 +36,7 @@ def expected(name: str) -> Tensor:
 
 def test_public_weights_give_the_public_codes_images_and_logits(public: Path) -> None:
     """Of the package itself. Images of 16 x 32 pixels, two levels with one and two residual blocks."""
-    model, discriminator = load_public_vqgan(public), load_public_discriminator(public)
+    model, discriminator = MUSE.load(public), MUSE.load_discriminator(public)
     assert discriminator is not None and not model.training
     assert torch.equal(model.encode(IMAGES), expected("codes"))
     with torch.no_grad():
@@ -52,7 +49,7 @@ def test_public_weights_give_the_public_codes_images_and_logits(public: Path) ->
 def test_what_is_written_is_the_public_state_dict_bit_by_bit_with_the_arguments_that_load_it(
     public: Path, tmp_path: Path
 ) -> None:
-    said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt", load_public_discriminator(public))
+    said = save_public_vqgan(MUSE.load(public), tmp_path / "back.pt", MUSE.load_discriminator(public))
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert_same_bits(back, STATE)
     assert all(tensor.is_contiguous() for tensor in back.values())
@@ -61,15 +58,15 @@ def test_what_is_written_is_the_public_state_dict_bit_by_bit_with_the_arguments_
 
 
 def test_without_its_discriminator_a_model_is_loaded_without_one(public: Path, tmp_path: Path) -> None:
-    said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt")
+    said = save_public_vqgan(MUSE.load(public), tmp_path / "back.pt")
     assert said.endswith("encdec_num_resnet_blocks=(1, 2), use_vgg_and_gan=False)")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert_same_bits(back, without(STATE, "discr."))
-    assert load_public_discriminator(tmp_path / "back.pt") is None
+    assert MUSE.load_discriminator(tmp_path / "back.pt") is None
     other = Discriminator.from_dict({"dim": 32, "layers": 2})
-    said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt", other)
+    said = save_public_vqgan(MUSE.load(public), tmp_path / "back.pt", other)
     assert "32" in said and "16" in said
-    assert load_public_discriminator(tmp_path / "back.pt") is None
+    assert MUSE.load_discriminator(tmp_path / "back.pt") is None
 
 
 def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
@@ -83,13 +80,13 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     torch.save(average, tmp_path / "vae.0.ema.pt")
     save_file(STATE, tmp_path / "vae.safetensors")
     torch.save(STATE, tmp_path / "vae.pt")
-    plain = load_public_vqgan(tmp_path / "vae.pt").state_dict()
+    plain = MUSE.load(tmp_path / "vae.pt").state_dict()
     for name in ("trainer.pt", "vae.0.ema.pt", "vae.safetensors"):
-        assert is_public_vqgan(tmp_path / name)
-        assert_same_bits(load_public_vqgan(tmp_path / name).state_dict(), plain)
-    trained = load_public_vqgan(tmp_path / "vae.0.ema.pt", weights="online").state_dict()
+        assert MUSE.is_format(tmp_path / name)
+        assert_same_bits(MUSE.load(tmp_path / name).state_dict(), plain)
+    trained = MUSE.load(tmp_path / "vae.0.ema.pt", weights="online").state_dict()
     assert_same_bits(trained, {name: tensor + 1 for name, tensor in plain.items()})
-    assert "--weights ema" in one_line_of(lambda path: load_public_vqgan(path, weights="ema"), tmp_path / "vae.pt")
+    assert "--weights ema" in one_line_of(lambda path: MUSE.load(path, weights="ema"), tmp_path / "vae.pt")
 
 
 def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
@@ -101,7 +98,7 @@ def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp
     state = {name: tensor for name, tensor in state.items() if "project" not in name}
     state["quantizer.mask"] = 2 ** torch.arange(15, -1, -1)
     torch.save(state, tmp_path / "vae.pt")
-    model, images = load_public_vqgan(tmp_path / "vae.pt"), some_images(size=16)
+    model, images = MUSE.load(tmp_path / "vae.pt"), some_images(size=16)
     with torch.no_grad():
         features = source.encoder[:-1](images)
     bits = (features > 0).long() * 2 ** torch.arange(15, -1, -1)[:, None, None]
@@ -142,7 +139,7 @@ def test_another_file_is_refused_in_one_line(
     content: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(content, tmp_path / "vae.pt")
-    assert complaint in one_line_of(load_public_vqgan, tmp_path / "vae.pt")
+    assert complaint in one_line_of(MUSE.load, tmp_path / "vae.pt")
     assert capsys.readouterr().out == ""
 
 
@@ -152,4 +149,4 @@ def test_another_file_is_refused_in_one_line(
 ])  # fmt: skip
 def test_half_a_discriminator_is_refused(name: str, complaint: str, tmp_path: Path) -> None:
     torch.save(without(STATE, f"discr.{name}"), tmp_path / "vae.pt")
-    assert complaint in one_line_of(load_public_discriminator, tmp_path / "vae.pt")
+    assert complaint in one_line_of(MUSE.load_discriminator, tmp_path / "vae.pt")

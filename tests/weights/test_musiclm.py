@@ -13,11 +13,13 @@ from torch import Tensor
 
 from tandem.models import MuLaN
 from tandem.training.losses.contrastive import Contrastive
-from tandem.weights.formats.detection import detect_format
-from tandem.weights.formats.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
+from tandem.weights.formats.detection import FORMATS, detect_format
+from tandem.weights.formats.musiclm import save_public_mulan
 from tests.models.helpers import Call, assert_same_bits, one_line_of, without
 from tests.models.reference import musiclm
 from tests.processes import Process
+
+MUSICLM = FORMATS["musiclm"]
 
 State = dict[str, Tensor]
 
@@ -29,7 +31,7 @@ def state_of(case: str) -> State:
 def loaded(case: str, folder: Path) -> MuLaN:
     """From a file, but for what it does not say."""
     torch.save(state_of(case), folder / "mulan.pt")
-    read, audio = load_public_mulan(folder / "mulan.pt"), musiclm.CASES[case].audio
+    read, audio = MUSICLM.load(folder / "mulan.pt"), musiclm.CASES[case].audio
     said = {"n_fft": "spec_n_fft", "hop_length": "spec_hop_length"}
     model = MuLaN.from_dict({**read.config, **{ours: audio[name] for ours, name in said.items() if name in audio}})
     model.load_state_dict(read.state_dict())
@@ -94,11 +96,11 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "module.pt")
     save_file(state, tmp_path / "mulan.safetensors")
     torch.save(state, tmp_path / "mulan.pt")
-    plain = load_public_mulan(tmp_path / "mulan.pt").state_dict()
+    plain = MUSICLM.load(tmp_path / "mulan.pt").state_dict()
     for name in ("mulan.1000.pt", "module.pt", "mulan.safetensors"):
-        assert is_public_mulan(tmp_path / name) and detect_format(tmp_path / name).model == "MuLaN"
-        assert_same_bits(load_public_mulan(tmp_path / name).state_dict(), plain)
-    assert "--weights ema" in one_line_of(lambda path: load_public_mulan(path, weights="ema"), tmp_path / "mulan.pt")
+        assert detect_format(tmp_path / name) is MUSICLM
+        assert_same_bits(MUSICLM.load(tmp_path / name).state_dict(), plain)
+    assert "--weights ema" in one_line_of(lambda path: MUSICLM.load(path, weights="ema"), tmp_path / "mulan.pt")
 
 
 PATCHES, NUMBERS, LAYERS = "audio.to_patch_tokens.2.weight", "audio_layers_indices", state_of("layers")
@@ -124,5 +126,5 @@ def test_another_file_is_refused_in_one_line(
     content: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(content, tmp_path / "mulan.pt")
-    assert complaint in one_line_of(load_public_mulan, tmp_path / "mulan.pt")
+    assert complaint in one_line_of(MUSICLM.load, tmp_path / "mulan.pt")
     assert capsys.readouterr().out == ""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tandem.models import DiscreteVAE
-from tandem.weights.formats.dalle import load_dalle, save_dalle
+from tandem.weights.formats.dalle import save_dalle
+from tandem.weights.formats.detection import FORMATS
 from tests.models.helpers import VAE, assert_same_bits, one_line_of
 from tests.models.reference import tokenizers
 
@@ -22,7 +23,7 @@ def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     save_dalle(model, tmp_path / "vae.pt")
     assert_same_bits(DiscreteVAE.from_pretrained(tmp_path), model)
-    assert_same_bits(load_dalle(tmp_path / "vae.pt"), model)
+    assert_same_bits(FORMATS["dalle"].load(tmp_path / "vae.pt"), model)
 
 
 def test_a_run_without_a_model_yet_says_how_to_get_one(tmp_path: Path) -> None:
@@ -37,10 +38,10 @@ def test_a_dalle_file_is_taken_by_a_model_that_differs_in_its_training_alone(tmp
     model, path = small_vae(num_resnet_blocks=1), tmp_path / "vae-final.pt"
     save_dalle(model, path)
     other = small_vae(num_resnet_blocks=1, image_size=32, smooth_l1_loss=True)
-    other.load_weights_from(load_dalle(path))
+    other.load_weights_from(FORMATS["dalle"].load(path))
     assert_same_bits(other, model)
     third = small_vae(num_tokens=7, hidden_dim=8, transparent=True)
-    complaint = one_line_of(lambda file: third.load_weights_from(load_dalle(file), str(file)), path)
+    complaint = one_line_of(lambda file: third.load_weights_from(FORMATS["dalle"].load(file), str(file)), path)
     assert "they need transparent False, num_tokens 13, num_resnet_blocks 1, hidden_dim 5" in complaint
 
 
@@ -48,7 +49,7 @@ def test_a_dalle_file_of_before_1_6_0_is_read_as_three_channels_and_gives_the_pu
     """96 of the 104 releases of DALLE-pytorch wrote no `channels`. What is written back has all seven hparams."""
     path, state = tmp_path / "vae.pt", tokenizers.state_of("vae")
     torch.save({"hparams": tokenizers.VAE, "weights": state}, path)
-    model = load_dalle(path)
+    model = FORMATS["dalle"].load(path)
     assert_same_bits(model.state_dict(), state)
     codes = model.get_codebook_indices(tokenizers.images("vae"))
     assert torch.equal(codes, tokenizers.stored_output("vae", "codes"))

@@ -19,7 +19,7 @@ from tandem.config.converters import (
     step_count_or_0,
     width,
 )
-from tandem.config.fields import ModelConfig, Requirement, above_0, flag, flags_of, when
+from tandem.config.fields import ModelConfig, Requirement, above_0, flag, specs_of, when
 
 from .taming import BodyConfig, LatentConfig
 
@@ -32,14 +32,14 @@ QUANTIZERS = {
     "ibq": "index backpropagation",
 }
 #: Short descriptions of the choices for models whose latents may also be continuous, by name.
-LATENTS = {**QUANTIZERS, "kl": "or no codes: continuous latents"}
+LATENT_KINDS = {**QUANTIZERS, "kl": "or no codes: continuous latents"}
 # Values of flags that a quantizer has by default in its authors' code, where they differ from the flags' defaults.
 _QUANTIZER_DEFAULTS: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
-# High enough to keep trained entries: at 0.8, an entry that no vector chooses in 21 updates is revived elsewhere.
-_LOADED_VQ_DECAY = 0.99
+# High enough to keep the entries of a trained codebook: at 0.8, one that no vector chooses in 21 updates is replaced.
+_VQ_DECAY_WITH_INIT_FROM = 0.99
 _ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # the quantizers with an entropy loss
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
@@ -49,7 +49,7 @@ _LAYERS = (
 
 def check_choices(config: ModelConfig) -> None:
     """Raise a ValueError, in one line, if a field has a value that is none of its choices."""
-    for _, name, spec, _ in flags_of(type(config)):
+    for name, spec in specs_of(type(config)).items():
         value, choices = getattr(config, name), spec.options.get("choices")
         if choices and value not in choices:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
@@ -134,7 +134,7 @@ class QuantizerConfig(ModelConfig):
             if name not in args.explicit:
                 setattr(args, name, value)
         if args.init_from and args.quantizer == "vq" and args.train == "all" and "vq_decay" not in args.explicit:
-            args.vq_decay = _LOADED_VQ_DECAY
+            args.vq_decay = _VQ_DECAY_WITH_INIT_FROM
 
 
 @dataclass
@@ -178,7 +178,7 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VQGAN`."""
 
     quantizer: str = flag(
-        "lfq", ", ".join(LATENTS.values()), choices=tuple(LATENTS), title="quantizer", architecture=True
+        "lfq", ", ".join(LATENT_KINDS.values()), choices=tuple(LATENT_KINDS), title="quantizer", architecture=True
     )
     image_size: int = flag(256, "a multiple of 2^num_layers", pixels, fixed_on_resume=True, title="images")
     dim: int = flag(

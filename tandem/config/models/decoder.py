@@ -20,7 +20,7 @@ from tandem.config.cascades import (
     per_unet,
 )
 from tandem.config.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
-from tandem.config.fields import ModelConfig, Requirement, flag, flags_of, when
+from tandem.config.fields import ModelConfig, Requirement, check_whole, flag, when
 
 from .autoencoders import RecomputingConfig
 
@@ -30,6 +30,8 @@ _PER_UNET = (
     "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "self_attn", "attn_heads", "attn_dim_head",
     "cross_attn_heads", "cross_attn_dim_head", "resnet_groups",
 )  # fmt: skip
+# Least and largest value of the fields of `UnetConfig` that have a value for each level.
+_LEVEL_LIMITS = {"dim_mults": (1, math.inf), "num_resnet_blocks": (0, math.inf), "self_attn": (0, 1)}
 _CLIP_KEYS = {"name", "weights", "sha256"}
 SCHEDULES = ("cosine", "linear", "sigmoid", "flow")
 OBJECTIVES = ("noise", "x_start", "v", "flow")
@@ -43,7 +45,7 @@ class UnetConfig(ModelConfig):
 
     Args:
         dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
-        dim_mults: A number for each level; each level but one halves the sides, with memory_efficient each.
+        dim_mults: A number for each level. Each level but the last halves the sides; with memory_efficient, each does.
         cond_dim: Width of the tokens that the blocks attend to; None: dim.
         num_resnet_blocks: Blocks on the way down and up besides the first: one number, or one for each level.
         self_attn: Self-attention at the end of a level, 1, or not, 0: one value, or one for each level. The middle
@@ -61,8 +63,8 @@ class UnetConfig(ModelConfig):
             conditioned; None: it is not. The two blocks in the middle alone attend to texts.
         max_text_len: Tokens of a text; longer ones are cut off, learned tokens replace missing ones.
         image_embed_scale: Factor of the image embedding; sqrt(image_embed_dim) gives unit vectors entries of about 1.
-        lowres_cond: Conditioned on an image of lower resolution ...
-        lowres_noise_cond: ... and on the noise level of that image.
+        lowres_cond: It is conditioned on an image of lower resolution.
+        lowres_noise_cond: It is conditioned on the noise level of that image, too.
         learned_variance: The output has twice the channels, the second half for the variance.
         gradient_checkpointing: In training, compute blocks and attention again in the backward pass instead of keeping
             their activations; less memory, the same bits, a third more time.
@@ -98,21 +100,13 @@ class UnetConfig(ModelConfig):
         self.cond_dim = self.cond_dim or self.dim
         for name in ("dim", "cond_dim", "attn_heads", "attn_dim_head", "cross_attn_heads", "cross_attn_dim_head",
                      "resnet_groups", "max_text_len"):  # fmt: skip
-            if not _is_whole(value := getattr(self, name), 1):
-                raise ValueError(f"{name} {value}: give a whole number of at least 1")
+            check_whole(name, getattr(self, name))
         if self.dim % 2 or self.dim < 4:
             raise ValueError(f"dim {self.dim}: give an even number of channels of at least 4")
-        for name, minimum, maximum in (
-            ("dim_mults", 1, math.inf),
-            ("num_resnet_blocks", 0, math.inf),
-            ("self_attn", 0, 1),
-        ):
+        for name, (minimum, maximum) in _LEVEL_LIMITS.items():
             values = getattr(self, name)
-            if (
-                not isinstance(values, (list, tuple))
-                or not values
-                or not all(_is_whole(element, minimum) and element <= maximum for element in values)
-            ):
+            is_list = isinstance(values, (list, tuple)) and bool(values)
+            if not is_list or not all(type(element) is int and minimum <= element <= maximum for element in values):
                 limits = f"{minimum} or {maximum}" if maximum == 1 else f"whole numbers of at least {minimum}"
                 raise ValueError(f"{name} {values}: give {limits}, for each level, finest first")
             levels = len(self.dim_mults)
@@ -275,9 +269,7 @@ class DecoderConfig(RecomputingConfig):
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
             expand_per_unet(cls, args)
-            config = DecoderConfig.from_args(args)
-            for _, name, _, _ in flags_of(DecoderConfig):
-                setattr(args, name, getattr(config, name))
+            DecoderConfig.fill_in(args)
         except ValueError as error:
             parser.error(str(error))
         if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):
@@ -353,7 +345,3 @@ class Sampling(ModelConfig):
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
             parser.error("--guidance_interval: the first number has to be the smaller one")
-
-
-def _is_whole(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

@@ -21,7 +21,7 @@ from tandem.config.converters import (
     size_or_0,
     width,
 )
-from tandem.config.fields import above_0, flag, flags_of, given, when, without
+from tandem.config.fields import above_0, check_whole, flag, given, specs_of, when, without
 
 from .autoencoders import RecomputingConfig, check_choices
 from .towers import AUDIO_KINDS, SAMPLE_RATE, TEXT_KINDS, check_tower, max_tokens
@@ -235,9 +235,7 @@ class MuLaNConfig(RecomputingConfig):
             for name, value in {**_MUSICLM_FIXED, **windows}.items():
                 if name not in args.explicit:
                     setattr(args, name, value)
-        config = MuLaNConfig.from_args(args)
-        for _, name, _, _ in flags_of(MuLaNConfig):
-            setattr(args, name, getattr(config, name))
+        MuLaNConfig.fill_in(args)
 
     def tower_arguments(self, tower: str) -> dict[str, Any]:
         """Arguments of the `Transformer` of the "audio" or the "text" tower."""
@@ -248,11 +246,10 @@ class MuLaNConfig(RecomputingConfig):
     def check(self) -> None:
         """Raise a ValueError, in one line that names the field, if there is no such model."""
         for field in dataclasses.fields(self):
-            value, minimum = getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1
-            if str(field.type).startswith("int") and (type(value) is not int or value < minimum):
-                raise ValueError(f"{field.name} {value!r} is not a whole number of at least {minimum}")
+            if str(field.type).startswith("int"):
+                check_whole(field.name, getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1)
         check_choices(self)
-        for _, name, spec, _ in flags_of(type(self)):
+        for name, spec in specs_of(type(self)).items():
             if spec.convert is fraction and not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} {value} is not in [0, 1)")
         depth = min(self.audio_depth, self.text_depth)

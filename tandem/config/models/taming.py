@@ -12,7 +12,7 @@ from tandem.config.converters import any_float, non_negative_float, positive_flo
 from tandem.config.fields import ModelConfig, flag, given, when
 
 TAMING, KL = "taming", "kl"
-MEASURED = "scale_is_measured"  # in config.json: the scale is computed from averages that are saved with the weights
+SCALE_IS_MEASURED = "scale_is_measured"  # in config.json: the scale follows from averages among the weights
 _IS_TAMING = when("body", TAMING)
 _LARGEST_SCALE = 1e6
 
@@ -56,7 +56,7 @@ class BodyConfig(ModelConfig):
     )
     force_upcast: bool = flag(
         True,
-        "let --to diffusers write that diffusers decodes in fp32 where all else is fp16",
+        "write force_upcast for --to diffusers, which then decodes in fp32 where all else is fp16",
         fixed_on_resume=True,
         requires=_IS_TAMING,
     )
@@ -97,7 +97,7 @@ class LatentConfig(ModelConfig):
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        """Without a measured scale: the run goes on measuring, from the averages in the weights."""
+        """Leave out a measured scale: the run goes on measuring it, from the averages in the weights."""
         return super().architecture_of(without_measured_scale(model), args)
 
 
@@ -115,7 +115,7 @@ def check_scale(config: LatentConfig) -> None:
 def without_measured_scale(config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a model from config.json, without the scale if the model has measured it itself."""
     config = dict(config)
-    return {**config, "scaling_factor": None, "shift_factor": None} if config.pop(MEASURED, False) else config
+    return {**config, "scaling_factor": None, "shift_factor": None} if config.pop(SCALE_IS_MEASURED, False) else config
 
 
 @dataclass

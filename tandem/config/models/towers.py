@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.config.fields import check_whole
+
 TEXT_KINDS = {
     "clip_text_model": "CLIPTextModel", "bert": "BertModel", "roberta": "RobertaModel",
     "xlm-roberta": "XLMRobertaModel",
@@ -46,8 +48,7 @@ def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
     if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
         raise ValueError(f"this is no configuration of a tower of the kind {' or '.join(kinds)}: {str(config)[:80]}")
     for name in _AUDIO_SIZES if kinds is AUDIO_KINDS else _TEXT_SIZES:
-        if type(config.get(name)) is not int or config[name] < 1:
-            raise ValueError(f"{name} {config.get(name)!r} of a tower is not a whole number of at least 1")
+        check_whole(f"a tower's {name}", config.get(name))
     if config["hidden_size"] % config["num_attention_heads"]:
         raise ValueError(
             f"a tower of {config['hidden_size']} channels cannot have {config['num_attention_heads']} heads"

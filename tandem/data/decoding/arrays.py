@@ -1,4 +1,4 @@
-"""Numpy arrays of floats in .npy files, of which only the header and the requested rows are read."""
+"""Numpy arrays of floats in .npy files. Only the header and the requested rows are read."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.data.sources.files import redact
-from tandem.data.sources.record import FileRef, open_entry
+from tandem.data.sources.record import FileRef, open_ref
 from tandem.io.reading import other_kind
 
 Array = npt.NDArray[np.float32]
 
 MAX_SAMPLE_BYTES = 1 << 26  # of the array of one sample
-_MAX_HEADER_BYTES = 4096  # bytes; numpy writes 128 for arrays of plain numbers
+_MAX_HEADER_BYTES = 4096  # numpy writes 128 for arrays of plain numbers
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class StoredArray(NamedTuple):
     """An array of floats in a .npy file: the first byte of its numbers, its shape and their type."""
 
-    entry: FileRef
+    ref: FileRef
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def read(self, limit: int = MAX_SAMPLE_BYTES) -> Array:
-        """All of it. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or is cut off."""
+        """The whole array as float32. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or
+        is cut off."""
         return self._read_numbers(0, self.shape, limit)
 
     def row(self, index: int) -> Array:
-        """Entry `index` of the first dimension; nothing else is read. Raises what `read` raises."""
+        """Entry `index` of the first dimension as float32. Raises what `read` raises."""
         assert 0 <= index < self.shape[0], (index, self.shape)
         return self._read_numbers(index, self.shape[1:], MAX_SAMPLE_BYTES)
 
     def _read_numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
         size = math.prod(shape) * self.dtype.itemsize
         if size > limit:
-            raise ValueError(f"{redact(self.entry.path)} holds {size} bytes where at most {limit} are read")
-        content, _ = _read_part(self.entry, self.offset + index * size, size)
+            raise ValueError(f"{redact(self.ref.path)} holds {size} bytes where at most {limit} are read")
+        content, _ = _read_part(self.ref, self.offset + index * size, size)
         if len(content) < size:
-            raise ValueError(f"{redact(self.entry.path)} was cut off after it was opened")
+            raise ValueError(f"{redact(self.ref.path)} was cut off after it was opened")
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
 
 
-def read_array_header(entry: FileRef) -> StoredArray:
-    """The header of a .npy file, or of the part of a file that is one.
+def read_array_header(ref: FileRef) -> StoredArray:
+    """The array of a .npy file, or of the part of a file that is one; only the header is read.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
     is cut off.
     """
-    content, size = _read_part(entry, 0, _MAX_HEADER_BYTES)
+    content, size = _read_part(ref, 0, _MAX_HEADER_BYTES)
     header = io.BytesIO(content)
     try:
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
@@ -68,12 +69,12 @@ def read_array_header(entry: FileRef) -> StoredArray:
         raise ValueError(f"it is cut off: an array of shape {shape} takes {n_bytes} bytes")
     if header.tell() + n_bytes < size:
         raise ValueError(f"more follows its array of shape {shape}: give one array per file")
-    return StoredArray(entry, header.tell(), shape, dtype)
+    return StoredArray(ref, header.tell(), shape, dtype)
 
 
-def _read_part(entry: FileRef, offset: int, size: int) -> tuple[bytes, int]:
-    """At most `size` bytes from `offset` of an entry, and the entry's size."""
-    with open_entry(entry) as file:
+def _read_part(ref: FileRef, offset: int, size: int) -> tuple[bytes, int]:
+    """At most `size` bytes from `offset` of a file, and the size of the file."""
+    with open_ref(ref) as file:
         n_bytes = file.seek(0, os.SEEK_END)
         file.seek(offset)
         return file.read(size) or b"", n_bytes

@@ -1,5 +1,5 @@
-"""Conversion of pictures of any mode to sRGB: the range from black to white and the transparent value, by the tags of
-the file where Pillow's mode does not state them; and the colour profile."""
+"""Conversion of pictures of any Pillow mode to sRGB. Where the mode does not state which samples are black, white and
+transparent, the tags of the file do; and the colour profile is applied."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SAMPLES_PER_PIXEL, _COMPRESSION = 277, 259
 _TYPES = {1: "integers", _SIGNED: "signed integers", 3: "floats"}  # of samples
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of a file; the last two are BigTIFF
 _MAXIMA_OF_FEWER_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
-_RANGE_TOLERANCE = 1e-3  # of the range: how far samples may exceed it, as after an interpolation
+_RANGE_TOLERANCE = 1e-3  # how far samples may exceed the range, as a share of it: an interpolation may overshoot
 # A PNG states the transparent value in the bits of the file, but Pillow's pixels have eight.
 _TO_EIGHT_BITS = {"L;2": lambda value: value * 85, "L;4": lambda value: value * 17, "RGB;16B": lambda value: value >> 8}
-_SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # of the profiles that fit a mode
+_SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # by mode, the colour space of the profiles that fit
 _LEVEL_TOLERANCE = 1  # of 255: the largest difference of a profile that is equivalent to sRGB
 
 
 def resizable(image: Image.Image) -> Image.Image:
-    """Any mode -> L, LA, RGB or RGBA; CMYK stays CMYK if there is a profile to convert it.
+    """Picture of any mode -> L, LA, RGB or RGBA; CMYK stays CMYK if it has a profile, which `to_srgb` applies.
 
     Raises ValueError, in one line, if neither the mode nor a tag of the file states the range of the samples.
     """
@@ -51,8 +51,8 @@ def resizable(image: Image.Image) -> Image.Image:
     return with_alpha
 
 
-def why_unread(file: Any) -> str:
-    """A line about the content of a TIFF that Pillow cannot read; "" for another file, or if its tags are damaged."""
+def explain_unread_tiff(file: Any) -> str:
+    """Why Pillow cannot read a TIFF, in one line; "" for another file, or if its tags are damaged."""
     file.seek(0)
     header = file.read(16)
     if not header.startswith(_TIFF):
@@ -61,8 +61,9 @@ def why_unread(file: Any) -> str:
         tags = TiffImagePlugin.ImageFileDirectory_v2(header if b"+" in header[:4] else header[:8])
         file.seek(tags.next)
         tags.load(file)
-        n, bits, kind = tags.get(_SAMPLES_PER_PIXEL, 1), tags.get(_BITS_PER_SAMPLE, 1), tags.get(_SAMPLE_FORMAT, 1)
-        details = [f"{_TYPES.get(_first_number(kind), 'numbers of another type')} of {_first_number(bits)} bits"]
+        n, bits = tags.get(_SAMPLES_PER_PIXEL, 1), _first_number(tags.get(_BITS_PER_SAMPLE, 1))
+        type_name = _TYPES.get(_first_number(tags.get(_SAMPLE_FORMAT, 1)), "numbers of another type")
+        details = [f"{type_name} of {bits} bits"]
         details += ["0 is white"] if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else []
         details += [f"compression {number}"] if (number := tags.get(_COMPRESSION, 1)) != 1 else []
     except Exception:  # damaged tags can raise anything
@@ -72,8 +73,8 @@ def why_unread(file: Any) -> str:
 
 
 def to_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
-    """A picture of `resizable` in sRGB: L, LA, RGB or RGBA. As in browsers, a damaged profile, or one for another kind
-    of pixels, is ignored, and a picture without a profile is taken for sRGB."""
+    """A result of `resizable` in sRGB: L, LA, RGB or RGBA. As in browsers, a damaged profile, or one for another mode,
+    is ignored, and a picture without a profile is taken for sRGB."""
     has_alpha = picture.mode in ("LA", "RGBA")
     colours = picture.convert(picture.mode[:-1]) if profile and has_alpha else picture
     transform = _build_srgb_transform(profile, colours.mode) if profile else None

@@ -4,110 +4,81 @@ after writing to a pipe, or where another file was appended. No other part of th
 from __future__ import annotations
 
 import functools
-import io
-import os
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-_MOST_AT_START = 1 << 20  # bytes; an ID3 tag may precede the stream
-_LEAST_AT_END, _MOST_AT_END = 1 << 16, 1 << 23  # bytes; a frame has at most 65535 samples of 8 channels
-_STREAM_INFO = 8  # bytes from "fLaC" to its content
-_LENGTH_BITS = 36  # of the 64 that begin with the sample rate
+from tandem.data.sources.files import FileWindow, RandomAccessFile
+
+_MAX_START_BYTES = 1 << 20  # bytes; an ID3 tag may precede the stream
+_MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23  # bytes; a frame has at most 65535 samples of 8 channels
+_STREAM_INFO = 8  # bytes from "fLaC" to the content of the block STREAMINFO
+_LENGTH_BITS = 36  # the last ones of the 64 bits that begin with the sample rate
 _CRC_8, _CRC_16 = (8, 0x07), (16, 0x8005)
-_TAGS = re.compile(rb"TAG|APETAGEX|ID3")  # tags that programs write behind the last frame
-
-Read = Callable[[int, int], bytes]  # offset, size -> bytes
+_TAG_MARKS = re.compile(rb"TAG|APETAGEX|ID3")  # tags that programs write behind the last frame
 
 
-def with_length(file: Any) -> io.RawIOBase:
+def with_length(file: RandomAccessFile) -> FileWindow:
     """A FLAC file with its length written into its header. A truncated last frame is not counted.
 
     Raises ValueError, in one line, if no frames are found at its end.
     """
-    file.seek(0)
-    start = file.read(_MOST_AT_START)
+    start = file.pread(_MAX_START_BYTES, 0)
     info = start.find(b"fLaC") + _STREAM_INFO
-    last = _find_last(_make_reader(file), file.seek(0, os.SEEK_END), int.from_bytes(start[info + 2 : info + 4], "big"))
+    last = _find_last(file, int.from_bytes(start[info + 2 : info + 4], "big"))
     total = last.first + (last.samples if last.is_whole else 0) if last else 0
     if not 0 < total < 1 << _LENGTH_BITS:
         raise ValueError("its header does not state its length, and no whole frame of a FLAC file is at its end")
     # The sample rate, the number of channels and the bits of a sample.
     format_bits = int.from_bytes(start[info + 10 : info + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
-    file.seek(0)
-    return _PatchedFile(file, start[: info + 10] + (format_bits | total).to_bytes(8, "big"))
+    header = start[: info + 10] + (format_bits | total).to_bytes(8, "big")
+    return FileWindow(_PatchedFile(file, header), 0, file.size)
 
 
-class _PatchedFile(io.RawIOBase):
-    """A file whose first bytes are replaced."""
+class _PatchedFile:
+    """A `RandomAccessFile` whose first bytes are replaced."""
 
-    def __init__(self, file: Any, start: bytes) -> None:
-        self._file, self._start = file, start
+    def __init__(self, file: RandomAccessFile, header: bytes) -> None:
+        self._file, self._header, self.size = file, header, file.size
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position: int = self._file.seek(offset, whence)
-        return position
-
-    def tell(self) -> int:
-        position: int = self._file.tell()
-        return position
-
-    def readinto(self, buffer: Any) -> int:
-        at = self.tell()
-        n: int = self._file.readinto(buffer)
-        patch = self._start[at : at + n]
-        memoryview(buffer).cast("B")[: len(patch)] = patch
-        return n
+    def pread(self, size: int, offset: int) -> bytes:
+        replaced = self._header[offset : offset + size]
+        return replaced + self._file.pread(size - len(replaced), offset + len(replaced))
 
 
 class _LastFrame(NamedTuple):
-    """The number of its first sample, how many it has, and whether the file holds all of it."""
+    """A frame: the number of its first sample, the number of its samples, and whether the file holds all of it."""
 
     first: int
     samples: int
     is_whole: bool
 
 
-def ends_elsewhere(read: Read, n_bytes: int, frames: int) -> bool:
-    """Whether a file of n_bytes ends with a whole frame other than the last one by the length in its header, because
+def ends_elsewhere(file: RandomAccessFile, n_samples: int) -> bool:
+    """Whether a file whose header states `n_samples` (per channel) ends with a whole frame at another sample, because
     another file was appended. An appended file of the same length is not detected."""
-    info = read(0, _STREAM_INFO + 4)
-    if not info.startswith(b"fLaC"):  # but begins with a tag
+    info, n_bytes = file.pread(_STREAM_INFO + 4, 0), file.size
+    if not info.startswith(b"fLaC"):  # it begins with a tag
         return False
     block = int.from_bytes(info[-2:], "big")
-    begin = max(0, n_bytes - 3 * n_bytes * block // max(2 * frames, 1) - 16)  # 1.5 times the mean size of a frame
-    if any(first + samples == frames for _, first, samples in _find_frames(read(begin, n_bytes - begin), block)):
+    begin = max(0, n_bytes - 3 * n_bytes * block // max(2 * n_samples, 1) - 16)  # 1.5 times the mean size of a frame
+    frames = _find_frames(file.pread(n_bytes - begin, begin), block)
+    if any(first + samples == n_samples for _, first, samples in frames):
         return False  # the usual case
-    last = _find_last(read, n_bytes, block)
-    return last is not None and last.is_whole and last.first + last.samples != frames
+    last = _find_last(file, block)
+    return last is not None and last.is_whole and last.first + last.samples != n_samples
 
 
-def _make_reader(file: Any) -> Read:
-    def read(offset: int, size: int) -> bytes:
-        file.seek(offset)
-        content: bytes = file.read(size)
-        return content
-
-    return read
-
-
-def _find_last(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
+def _find_last(file: RandomAccessFile, block: int) -> _LastFrame | None:
     """The last frame of a file; None if none is found. `block`: the samples of each frame but the last."""
-    n = _LEAST_AT_END
-    while n <= _MOST_AT_END:
-        begin = max(0, n_bytes - n)
-        content = read(begin, n)
+    n = _MIN_END_BYTES
+    while n <= _MAX_END_BYTES:
+        begin = max(0, file.size - n)
+        content = file.pread(n, begin)
         frames = _find_frames(content, block)
         ends = {first + samples for _, first, samples in frames}
-        for at, first, samples in reversed(frames):
+        for position, first, samples in reversed(frames):
             if first in ends or (first == 0 and begin == 0):  # a chance match does not follow another frame
-                return _LastFrame(first, samples, _is_whole(content[at:]))
+                return _LastFrame(first, samples, _is_whole(content[position:]))
         if begin == 0:
             break
         n *= 4
@@ -116,7 +87,7 @@ def _find_last(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
 
 def _is_whole(content: bytes) -> bool:
     """Whether the frame at the start of `content` ends with a right checksum, at the end or before a tag."""
-    ends = [*(tag.start() for tag in _TAGS.finditer(content)), len(content)]
+    ends = [*(tag.start() for tag in _TAG_MARKS.finditer(content)), len(content)]
     return any(_compute_remainder(content[:end], *_CRC_16) == 0 for end in ends)
 
 

@@ -21,10 +21,16 @@ class Frame(NamedTuple):
 
 
 class Converter:
-    """Frame -> upright RGB uint8. Without `multiple`: (side, side, 3), the centre crop or the square that `cut`
-    returns. With `multiple`, and without `cut`: (height, width, 3) in the aspect ratio of the video (`check_shape`), of
-    which the shorter side is `side`; both are cropped to multiples. Transparent pixels are blended with white, unless
-    the video `is_opaque`. Share one converter among the frames of a clip: FFmpeg allocates megabytes for each."""
+    """Frame -> upright RGB uint8. Transparent pixels are blended with white. One converter serves all frames of a clip,
+    because FFmpeg allocates megabytes for each.
+
+    Args:
+        side: The result is (side, side, 3): the centre crop, or the square that `cut` returns.
+        pixel_width: Width over height of a pixel of the video.
+        is_opaque: Whether alpha is ignored.
+        multiple: Without `cut`: the result is (height, width, 3) in the aspect ratio of the video (see `check_shape`),
+            resized so that the shorter side is `side`, and cropped to multiples of this number.
+    """
 
     def __init__(
         self,
@@ -64,8 +70,8 @@ class Converter:
         return picture[top : top + rows, left : left + columns]
 
     def _blend_with_white(self, image: Any) -> Any:
-        """A frame with transparent pixels, blended with white before it is resized: otherwise the colours of
-        transparent pixels would leak into their neighbours."""
+        """A frame blended with white. It has to be blended before it is resized: otherwise the colours of transparent
+        pixels would leak into their neighbours."""
         import av
 
         pixels = self._to_rgba(image, format="rgba", threads=1).to_ndarray()
@@ -77,7 +83,7 @@ class Converter:
 
 
 def _turn_upright(pixels: Any, image: Any) -> Any:
-    """A frame rotated and mirrored by its display matrix, which shows (x, y) at (a x + c y, b x + d y)."""
+    """The pixels of a frame, rotated and mirrored by its display matrix: (x, y) -> (a x + c y, b x + d y)."""
     try:
         matrix = image.side_data.get("DISPLAYMATRIX")
     except ValueError:  # PyAV raises if the frame has side data of a kind that it does not know

@@ -1,5 +1,5 @@
-"""Fast decoding of an image file to a square uint8 tensor; the crops of images and of the frames of clips; and the
-random flip for training."""
+"""Decoding of an image file to a square uint8 tensor; the crops of images and of the frames of clips; and the random
+flip for training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.data.bad_samples import SampleIncomplete, report_partly_read
-from tandem.data.hashing import Draws, derive_key
-from tandem.data.sources.record import FileRef, open_entry
+from tandem.data.bad_samples import SampleIncomplete, report_partial_read
+from tandem.data.sources.record import FileRef, open_ref
+from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
-from .colours import resizable, to_srgb, why_unread
+from .colours import explain_unread_tiff, resizable, to_srgb
 
-# Pillow's formats and the endings by which their files are found. The content decides the format, so a GIF called .png
-# is read too. Not all formats are allowed: PostScript would start Ghostscript.
+# Pillow's formats that are read, and the endings by which their files are listed. The content decides the format, so
+# that a GIF called .png is read, too. Other formats are refused, because PostScript would start Ghostscript.
 FORMATS = {
     "JPEG": (".jpg", ".jpeg"),
     "PNG": (".png",),
@@ -39,9 +39,9 @@ FORMATS = {
 }
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
-LONGEST_SHAPE = 4  # longer over shorter side of a picture whose shape is kept; limits the memory
-OURS = "ours"  # resizing as in training: Pillow's antialiased bilinear filter
-_BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
+MAX_ASPECT_RATIO = 4  # the largest ratio of sides with --keep_aspect; it limits the memory
+PILLOW_BILINEAR = "ours"  # resizing as in training: Pillow's antialiased bilinear filter
+_BUFFER_BYTES = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
 _TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -51,15 +51,15 @@ _TRANSPOSES = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-RATIO = 4 / 3  # the widest region of a crop, as width over height; the tallest is its inverse
-_MOST_DRAWS = 10
+WIDEST_RATIO = 4 / 3  # the widest region of a crop, as width over height; the tallest is its inverse
+_MAX_DRAWS = 10
 
-_JPEG_BEHIND_JPEG = b"\xff\xd9\xff\xd8\xff"  # the end of one and the start of another
-_LONGEST_PNG_END = 24  # bytes: the last checksum, and the start of the next file
+_JPEG_BEHIND_JPEG = b"\xff\xd9\xff\xd8\xff"  # the end of one JPEG and the start of another
+_PNG_END_BYTES = 24  # bytes: the last checksum, and the start of the next file
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-_LARGEST_PNG = 1 << 28  # bytes of a PNG that is read again without its comments
-# Pillow allows 1 MiB for one comment or profile of a PNG; allow what it allows for all together, 64 MiB.
+_MAX_PNG_BYTES = 1 << 28  # of a PNG that is read again without its comments
+# Pillow allows 1 MiB for one comment or profile of a PNG; allow as much as for all of them together, 64 MiB.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 # Silence Pillow's warnings about metadata and size: every worker would print them, and bad images are reported anyway.
@@ -83,21 +83,21 @@ class Crop:
 
     Args:
         place: Where the largest square of the region is taken: in the "center", or at a "random" place.
-        area: The least and the greatest share of the picture's area that the region has; None: the region is the whole
-            picture. The region is drawn as torchvision's RandomResizedCrop documents it: the area uniformly, the
-            logarithm of width over height uniformly from that of 3/4 to that of 4/3, then the place uniformly; after
-            ten draws that do not fit into the picture, the largest region in its middle that has such a shape.
-        least: The least number of pixels of both sides of the region; the picture must have as many.
+        area: The smallest and the largest area of the region, as a share of the picture; None: the region is the whole
+            picture. The region is drawn as by torchvision's RandomResizedCrop: the area uniformly, the logarithm of
+            width over height uniformly from log 3/4 to log 4/3, then the place uniformly; after ten draws that do not
+            fit into the picture, it is the largest region of such a shape in the middle.
+        min_side: The least number of pixels of both sides of the region; the picture must have as many.
     """
 
     place: str = "center"
     area: tuple[float, float] | None = None
     seed: int = 0
-    least: int = 1
+    min_side: int = 1
 
     def cut(self, epoch: int, index: int) -> CropFunction | None:
-        """The function that gives the square of one sample in one epoch, the same for all pictures of one size; None
-        for the centre crop, which decoders do by themselves."""
+        """The function that returns the square of a sample in an epoch, the same for all pictures of one size; None for
+        the centre crop, the decoders' default."""
         is_plain = self.place == "center" and self.area is None
         return None if is_plain else functools.partial(self._draw_square, epoch, index)
 
@@ -110,16 +110,16 @@ class Crop:
         return Square(left + (w - side) / 2, top + (h - side) / 2, side)
 
     def region(self, width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
-        """Left, top, width and height."""
+        """Left, top, width and height of the region in a picture of this size."""
         if self.area is None:
             return 0, 0, width, height
-        for _ in range(_MOST_DRAWS):
+        for _ in range(_MAX_DRAWS):
             pixels = draws.uniform(*self.area) * width * height
-            ratio = math.exp(draws.uniform(-math.log(RATIO), math.log(RATIO)))
-            w, h = (max(round(math.sqrt(area)), self.least) for area in (pixels * ratio, pixels / ratio))
+            ratio = math.exp(draws.uniform(-math.log(WIDEST_RATIO), math.log(WIDEST_RATIO)))
+            w, h = (max(round(math.sqrt(area)), self.min_side) for area in (pixels * ratio, pixels / ratio))
             if w <= width and h <= height:
                 return draws.below(width - w + 1), draws.below(height - h + 1), w, h
-        w, h = min(width, round(height * RATIO)), min(height, round(width * RATIO))
+        w, h = min(width, round(height * WIDEST_RATIO)), min(height, round(width * WIDEST_RATIO))
         return (width - w) // 2, (height - h) // 2, w, h
 
 
@@ -127,66 +127,52 @@ CENTER = Crop()
 
 
 def check_shape(width: float, height: float) -> None:
-    """Raise ValueError, in one line, if a picture whose shape is kept is longer than LONGEST_SHAPE."""
-    if max(width, height) > LONGEST_SHAPE * min(width, height):
+    """Raise ValueError, in one line, if the ratio of the sides exceeds MAX_ASPECT_RATIO."""
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
             f"it is {width:.5g} x {height:.5g} pixels large, and --keep_aspect takes no side that is more than "
-            f"{LONGEST_SHAPE} times as long as the other"
+            f"{MAX_ASPECT_RATIO} times as long as the other"
         )
 
 
-def decode_image(
-    entry: FileRef,
-    image_size: int,
-    channels: int,
-    enlarge: bool = True,
-    cut: CropFunction | None = None,
-    resize: str = OURS,
-    multiple: int | None = None,
-) -> Tensor:
-    """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
-    or the square that `cut` gives, resized. `resize`: OURS or, without `cut`, one of RESIZES. With `multiple`, without
-    these two, (channels, height, width): the image keeps its shape, see `check_shape`, but for what is cut off its ends
-    so that both are multiples.
+def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -> Tensor:
+    """Image file -> uint8 (channels, image_size, image_size), see `decode_picture` for the arguments.
 
-    channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha. Colours
-    are those of sRGB: of a file with the profile of another space they are converted.
-    Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
-    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `SampleIncomplete`
-    if the shorter side has fewer than `image_size` pixels. With Pillow's LOAD_TRUNCATED_IMAGES, a truncated file gives
-    what can be decoded; the rest is black or grey.
+    Raises OSError if the file cannot be opened, and what `decode_picture` raises. With Pillow's LOAD_TRUNCATED_IMAGES,
+    a truncated file is decoded as far as possible; the rest is black or grey.
     """
-    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as handle:
-        file = io.BufferedReader(handle, _BUFFER) if isinstance(handle, io.RawIOBase) else handle
+    with open_regular(ref.path) if ref.is_local_file else open_ref(ref) as handle:
+        file = io.BufferedReader(handle, _BUFFER_BYTES) if isinstance(handle, io.RawIOBase) else handle
         try:
             with _open_image(file) as image:
-                picture = decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
+                picture = decode_picture(image, image_size, channels, **options)
                 if _has_more_pictures(image, file):
-                    report_partly_read("it holds several pictures, of which the first is read")
+                    report_partial_read("it holds several pictures, of which the first is read")
                 return picture
         except SampleIncomplete:
             raise
         except ValueError:
-            pixels = _strip_png(file)
-            if pixels is None:
+            stripped_file = _strip_png(file)
+            if stripped_file is None:
                 raise
-            with contextlib.suppress(ValueError), _open_image(pixels) as image:
-                return decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
+            with contextlib.suppress(ValueError), _open_image(stripped_file) as image:
+                return decode_picture(image, image_size, channels, **options)
             raise
 
 
 def _has_more_pictures(image: Image.Image, file: Any) -> bool:
-    """Whether other pictures follow the decoded one, as pages or frames, or because files were appended (`cat`): in
-    PNG, WebP, and JPEG if at least a piece of `_BUFFER` follows, because searching the last piece of every file takes
-    1.5% of the time. Further pictures that phones put behind a JPEG belong to it (MPO)."""
-    with contextlib.suppress(Exception):  # of damaged tables of pages
+    """Whether other pictures follow the decoded one, as pages or frames, or because files were appended (`cat`).
+    Appended files are detected in PNG, in WebP, and in JPEG if more than the buffer that holds the picture's end
+    follows: to search the last buffer of every file would take 1.5% of the time. Pictures that phones put behind a JPEG
+    (MPO) do not count."""
+    with contextlib.suppress(Exception):  # a damaged table of pages
         if image.format == "JPEG":
-            at = file.tell()
-            if at == file.seek(0, os.SEEK_END):  # the decoder reads no further than the piece in which the picture ends
+            position = file.tell()
+            if position == file.seek(0, os.SEEK_END):  # the decoder reads up to the buffer in which the picture ends
                 return False
-            file.seek(max(0, at - _BUFFER))
-            return _JPEG_BEHIND_JPEG in file.read(_BUFFER + len(_JPEG_BEHIND_JPEG))
-        if image.format == "PNG" and _PNG in file.read(_LONGEST_PNG_END):
+            file.seek(max(0, position - _BUFFER_BYTES))
+            return _JPEG_BEHIND_JPEG in file.read(_BUFFER_BYTES + len(_JPEG_BEHIND_JPEG))
+        if image.format == "PNG" and _PNG in file.read(_PNG_END_BYTES):
             return True
         if image.format == "WEBP":
             file.seek(4)
@@ -197,13 +183,13 @@ def _has_more_pictures(image: Image.Image, file: Any) -> bool:
 
 
 def _strip_png(file: Any) -> io.BytesIO | None:
-    """A PNG reduced to its pixels, without comments, which may be damaged; None for another file."""
+    """A PNG with only the chunks of its pixels, because a comment may be damaged; None for another file."""
     file.seek(0)
     if file.read(len(_PNG)) != _PNG:
         return None
-    content, chunks, begin = file.read(_LARGEST_PNG), [_PNG], 0
+    content, chunks, begin = file.read(_MAX_PNG_BYTES), [_PNG], 0
     while len(header := content[begin : begin + 8]) == 8:
-        end = begin + 12 + int.from_bytes(header[:4], "big")  # a length, a name, the content and a checksum
+        end = begin + 12 + int.from_bytes(header[:4], "big")  # length, name, content and checksum
         if header[4:] in _PNG_PIXELS:
             chunks.append(content[begin:end])
         begin = end
@@ -217,10 +203,9 @@ def _open_image(file: Any) -> Image.Image:
         file.seek(0)
         beginning = file.read(LONGEST_BEGINNING)
         formats = ", ".join(name for name, endings in FORMATS.items() if endings)
-        reason = f"the content is none of {formats}, or of a kind of them that Pillow does not read"
-        raise ValueError(
-            (other_kind(beginning) or why_unread(file) or reason) if beginning else "the file is empty"
-        ) from None
+        reason = "the file is empty" if not beginning else other_kind(beginning) or explain_unread_tiff(file)
+        unknown = f"the content is none of {formats}, or of a kind of them that Pillow does not read"
+        raise ValueError(reason or unknown) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         raise _one_line_error(error) from error
 
@@ -231,14 +216,27 @@ def decode_picture(
     channels: int,
     enlarge: bool = True,
     cut: CropFunction | None = None,
-    resize: str = OURS,
+    resize: str = PILLOW_BILINEAR,
     multiple: int | None = None,
 ) -> Tensor:
-    """`decode_image` for an open Pillow picture; the result is the same for a file that is not decoded yet."""
+    """Picture, decoded or an open file -> uint8 (channels, image_size, image_size), upright, in sRGB.
+
+    Args:
+        channels: 3: RGB, with white behind transparent pixels; 4: RGBA, opaque if the picture has no alpha.
+        enlarge: Whether a picture whose shorter side has fewer than `image_size` pixels is enlarged; else it raises
+            `SampleIncomplete`.
+        cut: The square that is resized; by default the shorter side is resized and the longer one centre-cropped.
+        resize: PILLOW_BILINEAR or, without `cut`, one of RESIZES.
+        multiple: Without `cut` and `resize`: the result is (channels, height, width) in the aspect ratio of the picture
+            (see `check_shape`), cropped to multiples of this number.
+
+    Raises ValueError, in one line, if the content cannot be decoded, or has more than 179 million pixels, which Pillow
+    refuses as a decompression bomb.
+    """
     if not enlarge and min(image.size) < image_size:
         raise SampleIncomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
-        if resize != OURS:
+        if resize != PILLOW_BILINEAR:
             picture = to_srgb(resizable(image), image.info.get("icc_profile"))
             picture = _convert_channels(_turn_upright(picture, image), channels)
             return _to_tensor(_crop_center(RESIZES[resize](picture, image_size), image_size))
@@ -246,7 +244,7 @@ def decode_picture(
         box, size = (left, top, left + side, top + side), (image_size, image_size)
         if multiple:
             box, size = _region_in_shape(side + 2 * left, side + 2 * top, image_size, multiple)
-        # Pillow weights colours by alpha.
+        # Pillow weights colours by alpha when it resizes.
         picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
         picture = to_srgb(picture, image.info.get("icc_profile"))
         return _to_tensor(_convert_channels(_turn_upright(picture, image), channels))
@@ -264,20 +262,17 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
 
 
 def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
-    """The picture, made from the image, turned by the orientation in the image's file."""
-    try:  # after decoding: for a PNG, this decodes the pixels and ignores errors
+    """The picture, made from the image, turned by the orientation that the image's metadata state."""
+    try:  # only after decoding, because for a PNG getexif decodes the pixels and ignores errors
         orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # broken metadata does not make a bad image
+    except Exception:  # an image with damaged metadata is not a bad one
         return picture
     return picture.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else picture
 
 
 def _decode_small(image: Image.Image, size: int, cut: CropFunction | None) -> Square:
-    """Let Pillow decode a JPEG at 1/2, 1/4 or 1/8 if the cropped square keeps at least `size` pixels; returns that
-    square.
-
-    The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
-    """
+    """The square of the crop, after Pillow was set to decode a JPEG at 1/2, 1/4 or 1/8 of its size if the square then
+    still has `size` pixels. The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5."""
     full_size = image.size
     square = cut(*full_size) if cut else None
     target_size = size if square is None else math.ceil(size * min(full_size) / square.side)
@@ -340,5 +335,5 @@ def _crop_center(picture: Image.Image, side: int) -> Image.Image:
     return picture.crop((left, top, left + side, top + side))
 
 
-#: Other ways to resize the shorter side of a picture to a number of pixels, by name.
+#: Other ways to resize a picture by its shorter side, by name: (picture, pixels of the shorter side) -> picture.
 RESIZES: dict[str, Callable[[Image.Image, int], Image.Image]] = {"taming": _resize_as_taming, "adm": _resize_as_adm}

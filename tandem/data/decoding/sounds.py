@@ -2,10 +2,10 @@
 
 In WAV, AIFF and FLAC files only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which
 reads about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. If the
-header of an MP3 file of variable bit rate does not state its length, libsndfile estimates it, and sound behind the
-estimate is never read. If a FLAC header does not state it, as after writing to a pipe, the last frames are searched for
-it. A truncated Ogg file is read without an error; a truncated file of another format raises an error if a part of the
-clip is missing. A file to which another one was appended is refused, if `appended` detects it.
+header of an MP3 file of variable bit rate does not state the length, libsndfile estimates it, and sound behind the
+estimate is never read. If a FLAC header does not state the length, as after writing to a pipe, the last frames give it.
+A truncated Ogg file is read without an error; a truncated file of another format raises an error if a part of the clip
+is missing. A file to which another one was appended is refused, if `appended` detects it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from tandem.data.hashing import Draws
 from tandem.data.sources.files import LocalFile
-from tandem.data.sources.record import FileRef, open_entry
+from tandem.data.sources.record import FileRef, open_ref
+from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
@@ -39,14 +39,14 @@ FURTHER_ENDINGS = (
     ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx", ".8svx", ".paf",
     ".pvf", ".sds", ".xi", ".htk", ".ircam",
 )  # fmt: skip
-SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
+SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states another rate is damaged
 
 _MARGIN = 256  # samples at the lower rate that soxr's "HQ" filter needs on both sides
-_LOUDEST = 10.0  # largest sample accepted in a file of floats, which should stay in [-1, 1]
-# In frames: the largest error of a length that is estimated from the file's size; and how long the decoder's output is
-# wrong after a seek, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
-_MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
-_CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
+_MAX_AMPLITUDE = 10.0  # largest sample accepted in a file of floats, which should stay in [-1, 1]
+# In frames: the largest error of a length that libsndfile estimates from the file's size; and how many frames the
+# decoder returns wrong after a seek, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
+_MP3_LENGTH_ERROR, _MP3_RUN_UP = 4 * 1152, 12 * 1152
+_TRUNCATED_CHUNK = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
 _UNKNOWN_FRAMES = 1 << 62  # libsndfile's number of frames of a FLAC file that does not state it is 2^63 - 1
 _UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size and state 2^31 - 1, 2^32 - 1 or similar
 
@@ -55,13 +55,13 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ClipDecoder:
-    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files, in training at random by `seed`."""
+    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; in training `seed` places them."""
 
     sample_rate: int
     clip_samples: int
     seed: int = 0
 
-    def load(self, entry: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, ref: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
         end_seconds. With `augment`, (seed, epoch, index) determine the place of the clip; else it is the middle. A
         shorter sound is repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
@@ -69,21 +69,21 @@ class ClipDecoder:
         Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else lambda n: (n - 1) // 2
-        with _open_sound(entry) as sound:
-            return torch.from_numpy(self._cut_clip(sound, choose, entry))
+        with _open_sound(ref) as sound:
+            return torch.from_numpy(self._cut_clip(sound, choose, ref))
 
-    def spread(self, entry: FileRef, most: int) -> Tensor:
-        """The clips (k, clip_samples) that cover a sound, at most `most`, spread evenly from its beginning to its end,
-        see `clip_starts`. Nothing else of it is decoded. Raises what `load` raises."""
-        with _open_sound(entry) as sound:
-            (first, last), rate = _find_part(sound, entry), sound.samplerate
+    def spread(self, ref: FileRef, max_clips: int) -> Tensor:
+        """The clips (k, clip_samples) that cover a sound, at most `max_clips`, spread evenly from its beginning to its
+        end, see `clip_starts`. Only the clips are decoded. Raises what `load` raises."""
+        with _open_sound(ref) as sound:
+            (first, last), rate = _find_part(sound, ref), sound.samplerate
         size = math.ceil(self.clip_samples * rate / self.sample_rate)
-        starts = [first + start for start in clip_starts(last - first, size, most)]
-        clips = [entry._replace(start_seconds=begin / rate, end_seconds=(begin + size) / rate) for begin in starts]
-        return torch.stack([self.load(part, 0) for part in (clips if len(clips) > 1 else [entry])])
+        starts = [first + start for start in clip_starts(last - first, size, max_clips)]
+        clips = [ref._replace(start_seconds=begin / rate, end_seconds=(begin + size) / rate) for begin in starts]
+        return torch.stack([self.load(clip, 0) for clip in (clips if len(clips) > 1 else [ref])])
 
-    def _cut_clip(self, sound: Any, choose: Callable[[int], int], entry: FileRef) -> Array:
-        (first, last), rate = _find_part(sound, entry), sound.samplerate
+    def _cut_clip(self, sound: Any, choose: Callable[[int], int], ref: FileRef) -> Array:
+        (first, last), rate = _find_part(sound, ref), sound.samplerate
         clip_frames = -(-self.clip_samples * rate // self.sample_rate)
         step = _clip_step(rate, self.sample_rate)
         begin = first + step * choose(max(0, last - first - clip_frames) // step + 1)
@@ -96,7 +96,7 @@ class ClipDecoder:
         return self._fit_clip(samples, rate, before, n)
 
     def _fit_clip(self, samples: Array, rate: int, before: int, n: int) -> Array:
-        """Samples with margins; the clip is the n samples from `before` on -> (clip_samples,) in [-1, 1]."""
+        """Samples at `rate`, of which the n from `before` on are the clip -> (clip_samples,) in [-1, 1]."""
         length = min(self.clip_samples, max(1, n * self.sample_rate // rate))
         if rate != self.sample_rate:
             import soxr
@@ -104,7 +104,7 @@ class ClipDecoder:
             samples = soxr.resample(samples, rate, self.sample_rate, quality="HQ")
         start = round(before * self.sample_rate / rate)
         clip = samples[start : start + length]
-        if len(clip) < length:  # at the end of a file: rounding, or an MP3 shorter than its estimate
+        if len(clip) < length:  # at the end of a file, by rounding, or because an MP3 is shorter than its estimate
             clip = np.pad(clip, (0, length - len(clip)))
         if length < self.clip_samples:
             clip = np.resize(clip, self.clip_samples)  # repeats it
@@ -112,8 +112,8 @@ class ClipDecoder:
 
 
 def require_decoders() -> None:
-    """Raise ValueError, in one line, if a package that decoding needs is missing. It imports the packages, so
-    that loader workers that are forked later need not."""
+    """Import the packages that decode sounds, so that loader workers that are forked later need not. Raises ValueError,
+    in one line, if one is missing."""
     try:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
@@ -121,48 +121,42 @@ def require_decoders() -> None:
         raise missing_package("reading sound files", error.name or "soundfile") from None
 
 
-def clip_starts(frames: int, clip_frames: int, most: int) -> list[int]:
-    """Where the clips of a sound begin, in frames.
-
-    There are as many clips as it takes to cover the sound, but at most `most`, spread evenly from its beginning to its
-    end; clips that cover all of it overlap a little. A single clip of a longer sound is its middle.
-    """
+def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:
+    """The first frames of the clips of a sound: as many clips as cover it, but at most `max_clips`, spread evenly from
+    its beginning to its end. Clips that cover it overlap a little. A single clip of a longer sound is its middle."""
     spare = frames - clip_frames
     if spare <= 0:
         return [0]
-    count = min(most, math.ceil(frames / clip_frames))
+    count = min(max_clips, math.ceil(frames / clip_frames))
     return [spare // 2] if count == 1 else [i * spare // (count - 1) for i in range(count)]
 
 
 @contextlib.contextmanager
-def _open_sound(entry: FileRef) -> Iterator[Any]:
+def _open_sound(ref: FileRef) -> Iterator[Any]:
     """An open soundfile.SoundFile. Errors of libsndfile inside the context become ValueErrors of one line."""
     import soundfile
 
-    is_local = entry.is_local_file
+    is_local = ref.is_local_file
     try:
-        with open_regular(entry.path) if is_local else open_entry(entry) as file, _silenced_worker():
-            if is_local and os.fstat(file.fileno()).st_size == 0:
+        with open_regular(ref.path) if is_local else open_ref(ref) as file, _silenced_worker():
+            content = LocalFile(file.fileno()) if is_local else _SeekableFile(file)
+            if not content.size:
                 raise ValueError("the file is empty")
             # By descriptor, because file names need not be valid text.
             with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
                 if sound.format != "FLAC" or sound.frames < _UNKNOWN_FRAMES:
-                    whole = LocalFile(file.fileno()) if is_local else _OpenBytes(file)
-                    check_nothing_appended(sound, lambda offset, size: whole.pread(size, offset), whole.size)
+                    check_nothing_appended(sound, content)
                     yield sound
                     return
-            with soundfile.SoundFile(with_length(file)) as sound:
+            with soundfile.SoundFile(with_length(content)) as sound:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
-        reason = (
-            other_kind(entry.read(LONGEST_BEGINNING))
-            or f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
-        )
-        raise ValueError(reason) from None
+        reason = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
+        raise ValueError(other_kind(ref.read(LONGEST_BEGINNING)) or reason) from None
 
 
-class _OpenBytes:
-    """`RandomAccessFile` of an open file whose position does not change."""
+class _SeekableFile:
+    """A `RandomAccessFile` that leaves the position of its seekable file as it is."""
 
     def __init__(self, file: Any) -> None:
         self._file, at = file, file.tell()
@@ -179,8 +173,9 @@ class _OpenBytes:
 
 @contextlib.contextmanager
 def _silenced_worker() -> Iterator[None]:
-    """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every seek."""
-    if get_worker_info() is None:  # not in the main process, whose other threads may write to stderr
+    """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every seek. The main process is
+    not silenced, because other threads may write to its stderr."""
+    if get_worker_info() is None:
         yield
         return
     stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -194,26 +189,27 @@ def _silenced_worker() -> Iterator[None]:
 
 
 def _clip_step(rate: int, target: int) -> int:
-    """Distance in frames between possible starts of a clip. Clips start where the resampled file has a sample, so that
-    a clip is a part of the resampled file, unless such samples are more than 1/20 s apart."""
+    """Distance in frames between possible starts of a clip. A clip starts where the resampled file has a sample too, so
+    that it is a part of the resampled file, unless such samples are more than 1/20 s apart."""
     step = rate // math.gcd(rate, target)
     return step if step <= rate // 20 else 1
 
 
-def _find_part(sound: Any, entry: FileRef) -> tuple[int, int]:
+def _find_part(sound: Any, ref: FileRef) -> tuple[int, int]:
     """The first frame of the requested part, and the one behind its last. Raises ValueError, in one line, if there is
     no such part, or the header is impossible."""
     if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
         raise ValueError(f"it states a sample rate of {sound.samplerate} Hz")
     if sound.frames <= 0:
         raise ValueError("it holds no sound")
-    if (cut := _CUT_SHORT.search(sound.extra_info)) and int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE:
-        raise ValueError(f"it is cut off: {cut[2]} bytes of sound, where its header states {cut[1]}")
+    stated, actual = map(int, match.groups()) if (match := _TRUNCATED_CHUNK.search(sound.extra_info)) else (0, 0)
+    if actual < stated < _UNKNOWN_SIZE:
+        raise ValueError(f"it is cut off: {actual} bytes of sound, where its header states {stated}")
     rate = sound.samplerate
-    first = min(round(entry.start_seconds * rate), sound.frames)
-    last = round(min(entry.end_seconds * rate, sound.frames))
+    first = min(round(ref.start_seconds * rate), sound.frames)
+    last = round(min(ref.end_seconds * rate, sound.frames))
     if first >= last:
-        raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {entry.start_seconds:g} s")
+        raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {ref.start_seconds:g} s")
     return first, last
 
 
@@ -221,13 +217,13 @@ def _read_mono(sound: Any, first: int, n: int) -> Array:
     """Frames first .. first + n - 1, (n,), the mean of all channels; an MP3 file may give a few less."""
     sound.seek(first)
     frames = sound.read(n, dtype="float32", always_2d=True)
-    if len(frames) < max(n - (_MP3_ESTIMATE if sound.format == "MP3" else 0), 1):
+    if len(frames) < max(n - (_MP3_LENGTH_ERROR if sound.format == "MP3" else 0), 1):
         end, stated_end = (first + len(frames)) / sound.samplerate, sound.frames / sound.samplerate
         raise ValueError(f"it is cut off: it ends after {end:g} s, where its header states {stated_end:g} s")
     mono: Array = frames[:, 0] if frames.shape[1] == 1 else frames.mean(axis=1)
-    loudest = float(np.abs(mono).max())
-    if not math.isfinite(loudest):
+    amplitude = float(np.abs(mono).max())
+    if not math.isfinite(amplitude):
         raise ValueError("it holds samples that are no numbers (NaN or infinite)")
-    if loudest > _LOUDEST:
-        raise ValueError(f"its samples reach {loudest:g}, where those of a file of floats are in [-1, 1]")
+    if amplitude > _MAX_AMPLITUDE:
+        raise ValueError(f"its samples reach {amplitude:g}, where those of a file of floats are in [-1, 1]")
     return mono

@@ -21,24 +21,24 @@ class Texts(NamedTuple):
     label: str | None
 
 
-def read_texts(entry: FileRef) -> Texts:
+def read_texts(ref: FileRef) -> Texts:
     """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if its content has neither form.
     """
-    content = entry.read(_LONGEST_TEXT)
+    content = ref.read(_LONGEST_TEXT)
     try:
-        if entry.name.lower().endswith(".json"):
+        if ref.name.lower().endswith(".json"):
             return texts_of_object(parse_json(content))
-        return Texts(cleaned(text_lines(plain_text(content))), None)
+        return Texts(clean_captions(text_lines(plain_text(content))), None)
     except ValueError as error:
-        raise ValueError(f"its caption file {os.path.basename(entry.name)} cannot be read: {error}") from None
+        raise ValueError(f"its caption file {os.path.basename(ref.name)} cannot be read: {error}") from None
 
 
-def read_sentence(entry: FileRef) -> str:
+def read_sentence(ref: FileRef) -> str:
     """The text in a file as one line, with single spaces; at most 64 KiB are read. Raises what `read_texts` raises."""
     try:
-        return sentence(plain_text(entry.read(_LONGEST_SENTENCE)))
+        return sentence(plain_text(ref.read(_LONGEST_SENTENCE)))
     except ValueError as error:
         raise ValueError(f"its caption cannot be read: {error}") from None
 
@@ -49,7 +49,7 @@ def sentence(text: str) -> str:
 
 
 def texts_of_object(json_object: Any) -> Texts:
-    """{"caption": "..."}, or "text", "captions", "caption_1", ..., "caption_5" -> captions; "label" -> class.
+    """The texts of a JSON object: the captions of its keys `TEXT_KEYS`, and the class of its key "label".
 
     "captions" is a list, or a string with | between the captions; the others are a string or a list of strings.
     Raises ValueError if `json_object` has another form.
@@ -65,12 +65,12 @@ def texts_of_object(json_object: Any) -> Texts:
             raise ValueError(f"its {key} is neither a string nor a list of strings")
         captions += texts or []
     label = json_object.get("label")
-    labels = cleaned([] if label is None else [str(label)])
-    return Texts(cleaned(captions), labels[0] if labels else None)
+    labels = clean_captions([] if label is None else [str(label)])
+    return Texts(clean_captions(captions), labels[0] if labels else None)
 
 
 def texts_of_row(row: Mapping[str, Any]) -> Texts:
-    """`texts_of_object` for a row of a table, where "text" beside captions is something else, such as a transcript."""
+    """`texts_of_object` for a row of a table. There "text" beside captions is no caption, but e.g. a transcript."""
     texts = texts_of_object({key: value for key, value in row.items() if key != "text"})
     return texts if texts.captions else texts_of_object(row)
 
@@ -91,6 +91,6 @@ def _is_list_of_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(part, str) for part in value)
 
 
-def cleaned(captions: Iterable[str]) -> list[str]:
+def clean_captions(captions: Iterable[str]) -> list[str]:
     """Captions as sentences, without empty ones and repetitions."""
     return list(dict.fromkeys(text for text in map(sentence, captions) if text))

@@ -21,30 +21,30 @@ import torch
 from torch import Tensor
 
 from tandem.data.bad_samples import SampleSkipped, reason_of
-from tandem.data.hashing import Draws
-from tandem.data.sources.record import FileRef, open_entry
+from tandem.data.sources.record import FileRef, open_ref
+from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
 
 from .frames import Converter, Frame, Picture
 from .images import CENTER, Crop, CropFunction, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
-from .whole import check_whole
+from .truncated import check_not_truncated
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 # FFmpeg detects the format by content; others, such as playlists that name files or addresses, are refused.
 _FORMATS = "mov,matroska,avi,gif"
 _HALF_TICK = 0.5  # stamps are rounded to ticks, and requested times may be
-_USUAL_RATE = 25.0  # frames per second of a file that states none
-_LONGEST_PIXEL = 8.0  # width over height or height over width; larger values are errors
-_MOST_REORDERED = 16  # first packets after a seek whose decoding time FFmpeg may not know
+_DEFAULT_RATE = 25.0  # frames per second of a file that states none
+_MAX_PIXEL_ASPECT = 8.0  # width over height or height over width; larger values are errors
+_MAX_REORDERED = 16  # first packets after a seek whose decoding time FFmpeg may not know
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
 _DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True)
 class ClipDecoder:
-    """Cuts clips of `num_frames` square frames out of video files, in training at places random by `seed`.
+    """Cuts clips of `num_frames` square frames out of video files; in training `seed` places them.
 
     Args:
         image_size: Side of a frame in pixels: the shorter side of the video is resized to it, the longer one cropped.
@@ -65,32 +65,32 @@ class ClipDecoder:
     seed: int = 0
     crop: Crop = CENTER
 
-    def load(self, entry: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), between
-        start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine the place of the
-        clip; else it is the middle.
+    def load(self, ref: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+        """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), a clip between
+        start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine its place; else it is
+        the middle.
 
         Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
         """
         cut = self.crop.cut(epoch, index) if augment else None
-        if entry.name.lower().endswith(IMAGE_ENDINGS):
-            frames = [self._decode_image(entry, cut).permute(1, 2, 0).numpy()]
+        if ref.name.lower().endswith(IMAGE_ENDINGS):
+            frames = [self._decode_image(ref, cut).permute(1, 2, 0).numpy()]
         else:
             fraction = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
-            with opened(entry) as video:
-                frames = self._decode_clip(video, entry, fraction, augment and self.clip_starts == "keyframe", cut)
-        return self.filled(frames)
+            with open_video(ref) as video:
+                frames = self._decode_clip(video, ref, fraction, augment and self.clip_starts == "keyframe", cut)
+        return self.to_clip(frames)
 
-    def frames(self, entry: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
+    def frames(self, ref: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
-        (3, image_size, image_size), at the fps or frame_stride of clips; beside each the frames per second up to it:
-        those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
-        With `multiple`, (3, height, width) in the shape of the file, see `Converter`. Raises what `load` raises."""
-        if entry.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._decode_image(entry, multiple=multiple), None
+        (3, image_size, image_size), at the fps or frame_stride of clips. Each comes with the frames per second up to
+        it: those of the headers, if all stamps agree with them to half a frame, else the mean; None for an image. With
+        `multiple`, (3, height, width) in the aspect ratio of the file, see `Converter`. Raises what `load` raises."""
+        if ref.name.lower().endswith(IMAGE_ENDINGS):
+            yield self._decode_image(ref, multiple=multiple), None
             return
-        with opened(entry) as video:
-            begin, end = video.part(entry)
+        with open_video(ref) as video:
+            begin, end = video.part(ref)
             step, first, is_steady, shape = self._ticks_per_step(video), math.nan, True, (0, 0, 0)
             for number, (time, picture) in enumerate(self._convert_frames(video, begin, end, multiple=multiple)):
                 first, shape = (time, picture.shape) if number == 0 else (first, shape)
@@ -107,27 +107,27 @@ class ClipDecoder:
             if end == math.inf:
                 video.require_end()
 
-    def _decode_image(self, entry: FileRef, cut: CropFunction | None = None, multiple: int | None = None) -> Tensor:
-        return decode_image(entry, self.image_size, 3, cut=cut, multiple=multiple)
+    def _decode_image(self, ref: FileRef, cut: CropFunction | None = None, multiple: int | None = None) -> Tensor:
+        return decode_image(ref, self.image_size, 3, cut=cut, multiple=multiple)
 
     def _decode_clip(
-        self, video: Video, entry: FileRef, fraction: float, at_keyframe: bool, cut: CropFunction | None
+        self, video: Video, ref: FileRef, fraction: float, at_keyframe: bool, cut: CropFunction | None
     ) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
-        begin, end = video.part(entry)
+        begin, end = video.part(ref)
         step = self._ticks_per_step(video)
         slack = min(end, video.end) - begin - (self.num_frames - 1) * step
         start = begin + max(0.0, slack) * fraction
         if at_keyframe:
             start = max(begin, video.keyframe_before(start))
-        for tries in itertools.count(1):
+        for attempt in itertools.count(1):
             pictures = self._convert_frames(video, start, end, cut)
             frames = [picture for _, picture in itertools.islice(pictures, self.num_frames)]
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
                 return frames
-            # The video is shorter than its header states, or damaged: step back from its last frame.
-            start = max(begin, min(start, video.reached) - 2**tries * missing * step)
+            # The video is shorter than its header states, or damaged: start earlier, before its last frame.
+            start = max(begin, min(start, video.decoded_pts) - 2**attempt * missing * step)
         raise AssertionError
 
     def _ticks_per_step(self, video: Video) -> float:
@@ -159,7 +159,7 @@ class ClipDecoder:
                 time = next(times)
             current = next_frame
 
-    def filled(self, frames: list[Picture]) -> Tensor:
+    def to_clip(self, frames: list[Picture]) -> Tensor:
         """At most num_frames frames (image_size, image_size, 3) -> a clip (3, num_frames, image_size, image_size), by
         `short_clips`. Raises ValueError if there are none, and `SampleSkipped` if there are too few for "skip"."""
         n = len(frames)
@@ -175,8 +175,8 @@ class ClipDecoder:
 
 
 def require_decoder() -> None:
-    """Raise ValueError, in one line, if PyAV is missing. It imports the package, so that loader workers that are forked
-    later need not."""
+    """Import PyAV, so that loader workers that are forked later need not. Raises ValueError, in one line, if it is
+    missing."""
     try:
         import av  # noqa: F401
     except ImportError:
@@ -184,12 +184,12 @@ def require_decoder() -> None:
 
 
 @contextlib.contextmanager
-def opened(entry: FileRef) -> Iterator[Video]:
+def open_video(ref: FileRef) -> Iterator[Video]:
     """An open video. Errors of FFmpeg inside the context become ValueErrors of one line."""
     import av
 
-    with open_entry(entry) as file:
-        check_whole(file)
+    with open_ref(ref) as file:
+        check_not_truncated(file)
         try:
             # By a file object, because FFmpeg takes some names, such as `concat:a`, for protocols.
             options = {"format_whitelist": _FORMATS}
@@ -197,21 +197,22 @@ def opened(entry: FileRef) -> Iterator[Video]:
                 yield Video(container)
         except av.FFmpegError as error:
             reason = f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}"
-            raise ValueError(other_kind(entry.read(LONGEST_BEGINNING)) or reason) from None
+            raise ValueError(other_kind(ref.read(LONGEST_BEGINNING)) or reason) from None
 
 
 @contextlib.contextmanager
-def sound_of(path: Path) -> Iterator[Sound | None]:
-    """The first sound of a film; None if it has none. Raises ValueError, in one line, if the file cannot be read."""
+def open_sound_track(path: Path) -> Iterator[Sound | None]:
+    """The first sound track of a video file; None if it has none. Raises ValueError, in one line, if the file cannot be
+    read."""
     try:
-        with opened(FileRef(str(path))) as video:
+        with open_video(FileRef(str(path))) as video:
             yield video.sound()
     except OSError as error:
         raise ValueError(f"cannot read the sound of {path}: {reason_of(error)}") from None
 
 
 class Sound(NamedTuple):
-    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with its start in s after the first
+    """A sound track: samples per second, and its frames (av.AudioFrame), each with its start in seconds after the first
     picture."""
 
     rate: int
@@ -224,7 +225,7 @@ class Video:
     def __init__(self, container: Any) -> None:
         import av
 
-        # Cover art is a stream of one picture.
+        # Cover art, a stream of one picture, is no video.
         cover = av.stream.Disposition.attached_pic
         streams = [stream for stream in container.streams.video if not stream.disposition & cover]
         if not streams:
@@ -234,25 +235,25 @@ class Video:
         if codec is None:
             raise ValueError("FFmpeg has no decoder for it")
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
-        # Such a film consists of Windows bitmaps, whose alpha bytes are unused.
+        # An uncompressed AVI consists of Windows bitmaps, whose alpha bytes are unused.
         self.is_opaque = codec.name == "rawvideo" and container.format.name == "avi"
         aspect = self._stream.sample_aspect_ratio  # of a pixel: width over height
         width = aspect.numerator / aspect.denominator if aspect else 1.0
-        self.pixel_width = width if 1 / _LONGEST_PIXEL <= width <= _LONGEST_PIXEL else 1.0
+        self.pixel_width = width if 1 / _MAX_PIXEL_ASPECT <= width <= _MAX_PIXEL_ASPECT else 1.0
         base, rate = self._stream.time_base, self._stream.average_rate or self._stream.guessed_rate
         self.ticks_per_second = base.denominator / base.numerator
-        self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _USUAL_RATE)
+        self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _DEFAULT_RATE)
         self.start = float(self._stream.start_time or 0)
-        # As in players, times are counted from the start of the file; sound that an encoder writes before 0 is not
-        # played and does not count. If the first picture is less than a frame late, times are counted from it.
+        # As in players, times are counted from the start of the file, without the sound that an encoder writes before
+        # 0, which is not played. If the first picture is less than a frame late, times are counted from it.
         begin = self.start if container.start_time is None else self._ticks(container.start_time)
         begin = max(begin, min(0.0, self.start))
         self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
-        self.reached = self.reached_end = self.start  # when the latest decoded frame begins and ends
+        self.decoded_pts = self.decoded_end = self.start  # when the latest decoded frame begins and ends
         self._has_moved = False
 
     def sound(self) -> Sound | None:
-        """The sound beside the pictures, if there is one that FFmpeg can decode. Reading it moves the video."""
+        """The first sound track that FFmpeg can decode, None if there is none. Its frames move the video's position."""
         stream = next((stream for stream in self._container.streams.audio if stream.codec_context), None)
         if stream is None:
             return None
@@ -278,27 +279,26 @@ class Video:
     def _ticks(self, microseconds: int) -> float:
         return microseconds / _MICROSECONDS * self.ticks_per_second
 
-    def part(self, entry: FileRef) -> tuple[float, float]:
-        """The beginning and the end (infinite: that of the video) of the requested part. Raises ValueError, in one
-        line, if the part ends before the first picture."""
-        begin, end = (self._origin + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
+    def part(self, ref: FileRef) -> tuple[float, float]:
+        """The beginning and the end of the requested part, in ticks; inf: up to the end of the video. Raises
+        ValueError, in one line, if the part ends before the first picture."""
+        begin, end = (self._origin + time * self.ticks_per_second for time in (ref.start_seconds, ref.end_seconds))
         if end <= self.start:
             first = (self.start - self._origin) / self.ticks_per_second
-            raise ValueError(f"its picture begins at {first:g} s, and its clip ends at {entry.end_seconds:g} s")
+            raise ValueError(f"its picture begins at {first:g} s, and its clip ends at {ref.end_seconds:g} s")
         return max(begin, self.start), end
 
     def require_end(self) -> None:
         """Raise ValueError, in one line, if the decoded frames of an MP4 file end before its table of frames."""
         stated_end = self.start + (self._stream.duration or 0)
         is_stated = self._stream.frames and "mp4" in self._container.format.name
-        if is_stated and self.reached_end < stated_end - 2 * self.ticks_per_frame:
-            raise self._cut_off_error(self.reached_end)
+        if is_stated and self.decoded_end < stated_end - 2 * self.ticks_per_frame:
+            raise self._cut_off_error(self.decoded_end)
 
     def _cut_off_error(self, end_time: float) -> ValueError:
         seconds, stated = ((time - self.start) / self.ticks_per_second for time in (end_time, self.end))
-        return ValueError(
-            f"it is cut off: its frames end after {seconds:.3g} s, where its header states {stated:.3g} s"
-        )
+        ends = f"its frames end after {seconds:.3g} s, where its header states {stated:.3g} s"
+        return ValueError(f"it is cut off: {ends}")
 
     def keyframe_before(self, time: float) -> float:
         """The time of the last key frame before `time`, by the index of the file."""
@@ -309,14 +309,15 @@ class Video:
 
     def frames_from(self, time: float) -> Iterator[Frame]:
         """The frame that is shown at `time`, and all after it."""
-        back = 0.0
+        extra_ticks = 0.0
         while True:
-            self._seek(time - back)
+            self._seek(time - extra_ticks)
             frames = self._decode_from(time)
             first = next(frames, None)
-            if time - back <= self.start or (first is not None and first.pts <= time + _HALF_TICK):
+            if time - extra_ticks <= self.start or (first is not None and first.pts <= time + _HALF_TICK):
                 break
-            back = max(2 * back, self.ticks_per_second)  # the index is wrong, or frames precede a key frame
+            # Seek further back: the index is wrong, or frames precede a key frame.
+            extra_ticks = max(2 * extra_ticks, self.ticks_per_second)
         if first is None:
             return
         current: Frame | None = None
@@ -342,28 +343,28 @@ class Video:
         self._has_moved = True
 
     def _decode_from(self, time: float) -> Iterator[Frame]:
-        """Frames from the position of the last seek; of those before the frame that is shown at `time`, only those that
-        others are predicted from."""
+        """Frames from the position of the last seek. Before the frame that is shown at `time`, only frames from which
+        others are predicted are decoded."""
         packets = self._container.demux(self._stream)
         first_packets = []  # of all frames up to `time`: a frame is not shown before it is decoded
         for packet in packets:
             first_packets.append(packet)
-            if len(first_packets) > _MOST_REORDERED if packet.dts is None else packet.dts > time + _HALF_TICK:
+            if len(first_packets) > _MAX_REORDERED if packet.dts is None else packet.dts > time + _HALF_TICK:
                 break
         stamps = [packet.pts for packet in first_packets if packet.size]
-        target = self.start
+        shown_pts = self.start
         if None not in stamps:
-            target = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=target)
+            shown_pts = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=shown_pts)
         codec, pts = self._stream.codec_context, self.start - self.ticks_per_frame
         for packet in itertools.chain(first_packets, packets):
             if packet.is_corrupt:  # the file ends in it
                 if self._stream.frames:
-                    raise self._cut_off_error(self.reached_end if packet.dts is None else packet.dts)
+                    raise self._cut_off_error(self.decoded_end if packet.dts is None else packet.dts)
                 continue  # an unfinished recording, without a length, ends with its last whole frame
-            codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < target else "DEFAULT"
+            codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < shown_pts else "DEFAULT"
             for image in packet.decode():
                 self._has_moved = True
-                self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
+                self.decoded_pts = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
                 frame = Frame(image, pts, float(image.duration or 0))
-                self.reached_end = max(self.reached_end, pts + frame.duration)
+                self.decoded_end = max(self.decoded_end, pts + frame.duration)
                 yield frame

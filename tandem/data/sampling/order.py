@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tandem.data.hashing import derive_key
-from tandem.hashing import mix64
+from tandem.hashing import derive_key, mix64
 from tandem.io.reading import counted
 
 _FEISTEL_ROUNDS = 8
@@ -19,7 +18,7 @@ _TOLERANCE = 1e-9
 
 
 class Permutation:
-    """A shuffle of 0..n-1 that depends only on `key`; it computes the item at any position in O(1) time and memory.
+    """A shuffle of 0..n-1 that depends only on `key`. Each position is computed in O(1) time and memory.
 
     A balanced Feistel network (Luby and Rackoff 1988) permutes 0..4^k-1 for a 4^k >= n; a result outside 0..n-1 is
     sent through the network again until it is inside ("cycle walking", Black and Rogaway 2002): on average fewer than
@@ -35,7 +34,7 @@ class Permutation:
         self._round_keys = [derive_key(*key, "round", i) for i in range(_FEISTEL_ROUNDS)]
 
     def __call__(self, i: int) -> int:
-        """Position i in 0..n-1 of the shuffled order -> the item there, in 0..n-1."""
+        """Position i in 0..n-1 of the shuffle -> the item at it, in 0..n-1."""
         assert 0 <= i < self.n, (i, self.n)
         item = self._feistel(i)
         while item >= self.n:
@@ -50,7 +49,7 @@ class Permutation:
 
 
 class Indices:
-    """`length` dataset indices; `at` computes the one at a position, so that they take almost no memory."""
+    """`length` dataset indices. `at` computes the index at a position, so that no list is in memory."""
 
     def __init__(self, length: int, at: Callable[[int], int]) -> None:
         self._length, self.at = length, at
@@ -65,7 +64,7 @@ class Indices:
 
 
 class Ranges(Indices):
-    """The dataset indices of several ranges, one range after the other; each access takes O(log(number of ranges))."""
+    """The dataset indices of several ranges, concatenated; each access takes O(log(number of ranges))."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         self.ranges = list(ranges)
@@ -74,12 +73,12 @@ class Ranges(Indices):
 
     def _at(self, i: int) -> int:
         number = bisect.bisect_right(self._ends, i)
-        return self.ranges[number][i - self._ends[number]]  # counted from the range's end
+        return self.ranges[number][i - self._ends[number]]  # a negative index counts from the range's end
 
 
-def part_of(indices: Indices, length: int) -> Indices:
-    """A fixed subset of `length` indices: the first ones of a shuffle; or, in ranges, whose neighbours may be alike,
-    indices at equal distances."""
+def fixed_subset(indices: Indices, length: int) -> Indices:
+    """A subset of `length` indices: of a shuffle the first ones; of `Ranges`, in which neighbours may be alike, indices
+    at equal distances."""
     return Indices(length, partial(_spread_index, indices, length) if isinstance(indices, Ranges) else indices.at)
 
 
@@ -93,7 +92,7 @@ def _shuffled_index(permutation: Permutation, start: int, first: int, i: int) ->
 
 
 class Split(NamedTuple):
-    """Disjoint parts of a data set that are together complete."""
+    """The disjoint parts of a data set."""
 
     train: Indices
     valid: Indices
@@ -106,7 +105,7 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     valid has max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
     the global batch size. Raises ValueError if fewer than `at_least` training samples remain.
     """
-    n_valid, n_test = (max(share(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
+    n_valid, n_test = (max(ceil_fraction(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
     n_train = n - n_valid - n_test
     if n_train < at_least:
         raise ValueError(
@@ -115,10 +114,8 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
             "lower --batch_size or the fractions"
         )
     permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
-    sizes = (n_train, n_valid, n_test)
-    return Split(
-        *(Indices(size, partial(_shuffled_index, permutation, at, 0)) for size, at in zip(sizes, starts, strict=True))
-    )
+    parts = zip((n_train, n_valid, n_test), starts, strict=True)
+    return Split(*(Indices(size, partial(_shuffled_index, permutation, start, 0)) for size, start in parts))
 
 
 def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
@@ -139,31 +136,32 @@ def split_shards(
     test_fraction: float,
     seed: int,
     at_least: int,
-    otherwise: str = "--split_by sample",
+    fallback: str = "--split_by sample",
 ) -> Split:
-    """Divide a data set by whole shards, each a range of indices, by seed; empty shards are left out. `otherwise` is
+    """Divide a data set by whole shards, each a range of indices, by seed; empty shards are left out. `fallback` is
     the flag that messages recommend.
 
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
     ValueError if no shard remains to train on, or a split is smaller than `at_least` samples, the global batch size.
     """
     nonempty = [shard for shard in shards if len(shard)]
-    n, n_valid, n_test = len(nonempty), share(len(nonempty), valid_fraction), share(len(nonempty), test_fraction)
+    n = len(nonempty)
+    n_valid, n_test = ceil_fraction(n, valid_fraction), ceil_fraction(n, test_fraction)
     if n <= n_valid + n_test:
         raise ValueError(
             f"{counted(n, 'shard')}, too few: {_sizes_text(valid_fraction, n_valid, test_fraction, n_test)}, which "
-            f"leaves none to train on: add shards, lower the fractions, or use {otherwise}"
+            f"leaves none to train on: add shards, lower the fractions, or use {fallback}"
         )
     permutation = Permutation(n, "split shards", seed)
-    order = [nonempty[permutation(i)] for i in range(n)]
+    shuffled = [nonempty[permutation(i)] for i in range(n)]
     n_train = n - n_valid - n_test
-    parts = (order[:n_train], order[n_train : n_train + n_valid], order[n_train + n_valid :])
+    parts = (shuffled[:n_train], shuffled[n_train : n_train + n_valid], shuffled[n_train + n_valid :])
     split = Split(*map(Ranges, parts))
     for name, part, indices in zip(("training", "validation", "test"), parts, split, strict=True):
         if part and len(indices) < at_least:
             raise ValueError(
                 f"the {name} split has {len(part)} of {counted(n, 'shard')} and {counted(len(indices), 'sample')}, "
-                f"less than one batch of {at_least}: lower --batch_size, or use {otherwise}"
+                f"less than one batch of {at_least}: lower --batch_size, or use {fallback}"
             )
     return split
 
@@ -173,8 +171,8 @@ def _sizes_text(valid_fraction: float, n_valid: int, test_fraction: float, n_tes
     return f"--valid_fraction {valid_fraction:g} takes {n_valid}{test}"
 
 
-def share(n: int, fraction: float) -> int:
-    """ceil(fraction * n) without rounding errors: 0.07 * 100 is 7.000000000000001, which must give 7."""
+def ceil_fraction(n: int, fraction: float) -> int:
+    """ceil(fraction * n) without rounding errors: for 0.07 * 100 = 7.000000000000001 it is 7."""
     return math.ceil(fraction * n - _TOLERANCE)
 
 
@@ -185,11 +183,8 @@ class TrainingOrder:
         self._subset, self._seed = subset, seed
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
-        """Number of samples seen so far -> (epoch, dataset index) of the next sample.
-
-        With `skip`, the sample `skip` positions later in the order of the same epoch, which wraps around: the
-        substitute for a sample that cannot be read.
-        """
+        """Number of samples seen so far -> (epoch, dataset index) of the next sample. `skip` > 0 gives the substitute
+        for a sample that cannot be read: the one `skip` positions later in the same epoch, which wraps around."""
         n = len(self._subset)
         epoch, offset = divmod(position, n)
         return epoch, self._subset[_cached_permutation(n, "epoch", self._seed, epoch)((offset + skip) % n)]
@@ -220,7 +215,7 @@ class ShardOrder:
         self._epochs: dict[int, tuple[list[Ranges], list[int]]] = {}
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
-        """As `TrainingOrder`; substitutes come from the shards that are read at the same time."""
+        """As `TrainingOrder.__call__`; substitutes come from the shards that are read at the same time."""
         epoch, offset = divmod(position, self._n)
         windows, ends = self._epoch_windows(epoch)
         number = bisect.bisect_right(ends, offset)
@@ -237,14 +232,14 @@ class ShardOrder:
         return self._n
 
     def _epoch_windows(self, epoch: int) -> tuple[list[Ranges], list[int]]:
-        """The groups of shards of an epoch that are read together, and where each group ends."""
+        """The windows of an epoch, groups of shards that are read together, and the position behind each."""
         if epoch not in self._epochs:
             n = len(self._shards)
             shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / SHARDS_AT_ONCE)
             order = [self._shards[shuffle(i)] for i in range(n)]
             cuts = [n * i // n_windows for i in range(n_windows + 1)]
             windows = [Ranges(order[begin:end]) for begin, end in itertools.pairwise(cuts)]
-            # Keep two epochs, because both are used where one ends and the next begins.
+            # Two epochs are cached, because both are used where one ends and the next begins.
             previous = dict(list(self._epochs.items())[-1:])
             self._epochs = {**previous, epoch: (windows, list(itertools.accumulate(map(len, windows))))}
         return self._epochs[epoch]
@@ -265,8 +260,8 @@ class ValidationOrder:
 
 
 class AlternatingOrder:
-    """Two endless orders in turn: of the updates 1, 2, 3, ..., each whose number is a multiple of `every` takes its
-    whole batch from `second`, the others from `first`.
+    """Two endless orders in turn: the updates (numbered from 1) that are multiples of `every` take their whole batch
+    from `second`, the others from `first`.
 
     Args:
         offset: Added to the indices of `second`: the number of samples in the set of `first`, see `ConcatSamples`.
@@ -277,7 +272,7 @@ class AlternatingOrder:
         self._every, self._batch_size = every, batch_size
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
-        """As `TrainingOrder`; the epoch is that of the order from which the sample comes."""
+        """As `TrainingOrder.__call__`; the epoch is that of the order from which the sample comes."""
         update, offset = divmod(position, self._batch_size)
         n_before = update // self._every  # earlier updates with samples of the second order
         if (update + 1) % self._every:
@@ -291,8 +286,4 @@ class AlternatingOrder:
 
 
 Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
-
-
-@functools.lru_cache(maxsize=8)
-def _cached_permutation(n: int, *key: int | str) -> Permutation:
-    return Permutation(n, *key)
+_cached_permutation = functools.lru_cache(maxsize=8)(Permutation)

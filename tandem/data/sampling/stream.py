@@ -18,7 +18,7 @@ from tandem.data.bad_samples import (
     SampleIncomplete,
     SampleSkipped,
     UserCodeError,
-    partly_read,
+    collect_partial_reads,
     reason_of,
 )
 from tandem.data.fields import SampleDataset
@@ -28,7 +28,7 @@ from .workers import Loader
 
 OnBadSample = Literal["replace", "accept", "error"]
 _Request = tuple[int, range]  # position of a batch's first sample in the order; positions in the batch to load
-_MOST_TRIES = 100
+_MAX_TRIES = 100  # samples in place of one that cannot be read
 
 
 def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -38,16 +38,16 @@ def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Stream(Loader):
-    """The batch of each request, in an order.
+    """The batches of the requests, in their order.
 
     A sample that cannot be read is replaced by the next readable one in the order ("replace"), or stops the run with
-    ValueError ("error"). With "accept", truncated images are decoded as far as Pillow can, and other samples are
-    replaced. Also raises ValueError if none of min(n, 100) successive samples can be read.
+    ValueError ("error"). "accept" decodes truncated images as far as Pillow can, and replaces other bad samples. Raises
+    ValueError if none of min(n, 100) successive samples can be read.
 
     Yields the entries of the samples (`collate_entries`); "positions", those of the samples in the global batch; "ids",
     the dataset indices of the loaded samples; "bad", the samples that could not be read; and "partial", if there are
-    any, a mapping of the indices of partly read samples to path and reason. `noun` is what messages call the samples;
-    `loading`: see `Loader`.
+    any, a mapping of the indices of partly read samples to path and reason. `first` is the position of the stream's
+    first sample in the order; `noun` is the word for samples in messages; `loading`: see `Loader`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class _Stream(Loader):
         self._first, self._load = first, _BatchLoader(samples, order, augment, on_bad_sample, noun)
         super().__init__(self._load, requests, **loading)
 
-    def load(self, places: range) -> dict[str, Any]:
+    def load(self, positions: range) -> dict[str, Any]:
         """The batch of the samples at these positions from the first sample of the stream, loaded in this process."""
-        return self._load((self._first, places))
+        return self._load((self._first, positions))
 
 
 class TrainingStream(_Stream):
@@ -83,7 +83,7 @@ class TrainingStream(_Stream):
     ) -> None:  # fmt: skip
         assert batch_size % world_size == 0, (batch_size, world_size)
         share = batch_size // world_size
-        requests = _Requests(start, batch_size, range(rank * share, (rank + 1) * share))
+        requests = _EndlessRequests(start, batch_size, range(rank * share, (rank + 1) * share))
         super().__init__(samples, order, requests, augment=True, first=start, **options)
 
 
@@ -91,9 +91,8 @@ class ValidationStream(_Stream):
     """This rank's part of the validation set, without augmentation; the parts of all ranks hold every sample once.
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
-    at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; substitutes
-    behind its end are taken from its start. `options`: see `_Stream`; the workers of a pass wait for the next one,
-    unless `keep_workers` is false.
+    at least one sample in each; the sizes of the steps may differ. "positions" are those in the whole set; substitutes
+    behind its end are taken from its start. `options`: see `_Stream`; `keep_workers` is true by default.
     """
 
     def __init__(
@@ -112,19 +111,21 @@ class ValidationStream(_Stream):
 
 
 @dataclass(frozen=True)
-class _Requests:
-    """One request per global batch, endlessly."""
+class _EndlessRequests:
+    """A request for each global batch of an endless order, for this rank's positions in it."""
 
     start: int
     batch_size: int
-    local: range
+    positions: range
 
     def __iter__(self) -> Iterator[_Request]:
-        return ((first, self.local) for first in itertools.count(self.start, self.batch_size))
+        return ((first, self.positions) for first in itertools.count(self.start, self.batch_size))
 
 
 @dataclass(frozen=True)
 class _BatchLoader:
+    """Loads the batch of a request."""
+
     samples: SampleDataset
     order: Order
     augment: bool
@@ -147,12 +148,12 @@ class _BatchLoader:
 
     def _load(self, position: int, bad: dict[int, BadSample], partial: dict[int, str]) -> tuple[Any, int]:
         """The sample at `position` of the order, or the next one that can be read, and its index."""
-        tries = min(len(self.order), _MOST_TRIES)
+        n_tries = min(len(self.order), _MAX_TRIES)
         failures: list[BadSample] = []
-        for skip in range(tries):
+        for skip in range(n_tries):
             epoch, index = self.order(position, skip)
             try:
-                with partly_read() as reasons:
+                with collect_partial_reads() as reasons:
                     sample = self.samples.load(index, epoch, self.augment)
                 if reasons:
                     partial[index] = f"{self.samples.describe(index)}: {reasons[0]}"
@@ -160,15 +161,12 @@ class _BatchLoader:
             except BadDatasetItem:
                 raise
             except (OSError, ValueError) as error:
-                details = self.samples.describe(index), reason_of(error)
-                traceback = getattr(error, "traceback", "")
-                failure = BadSample(
-                    index, *details, is_incomplete=isinstance(error, SampleIncomplete), traceback=traceback
-                )
+                details = self.samples.describe(index), reason_of(error), isinstance(error, SampleIncomplete)
+                failure = BadSample(index, *details, traceback=getattr(error, "traceback", ""))
                 is_bad = not isinstance(error, SampleSkipped)
             if is_bad or failure.is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
                 raise UserCodeError(f"{failure} (--on_bad_sample replace goes on without it)", failure.traceback)
             failures.append(failure)
-        raise UserCodeError(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)
+        raise UserCodeError(f"none of {n_tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)

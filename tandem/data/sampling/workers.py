@@ -1,5 +1,5 @@
-"""Loading by worker processes. Only the main process ends workers: they block the signals of the keyboard and of the
-cluster's scheduler.
+"""Loading by worker processes. They block the signals of the keyboard and of the cluster's scheduler, so that only the
+main process ends them.
 
 Workers send batches through a pipe. PyTorch would send tensors by shared memory, of which a container has 64 MB by
 default, with a socket and a file descriptor for each; if one of these runs out, its sending thread prints a traceback
@@ -36,14 +36,15 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tandem.io.exits import FAILED, CannotGoOn, leave
 from tandem.io.writing import tell
 
-# Seconds that a worker may take to start, in each attempt; usually it takes milliseconds. A late one is killed.
+# Seconds that a worker may take to start, by attempt; usually it takes milliseconds. A late worker is killed.
 _START_TIMEOUTS = (10.0, 20.0, 40.0, 80.0)
 
-_MAIN_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
-# An iterator whose construction failed has nothing to shut down, but would print a traceback without this.
+# PyTorch sets these two attributes in the iterator's constructor, and reads them in its destructor: if the constructor
+# fails, the destructor would print a traceback without this default, which says that there is nothing to shut down.
 _MultiProcessingDataLoaderIter._shutdown = True
-# The same holds if only some workers could be started; those are told to end.
+# If only some workers could be started, the destructor ends those.
 _MultiProcessingDataLoaderIter._workers_status = collections.defaultdict(lambda: True)  # type: ignore[assignment]
 
 # Silence a warning about the number of workers: every rank would print it, and the user chose the number.
@@ -72,7 +73,7 @@ class Loader:
     ) -> None:
         self._waiting = waiting
         self._loader = DataLoader(
-            _Requests(load),
+            _RequestDataset(load),
             batch_size=None,  # one request is one result
             sampler=requests,
             collate_fn=_identity,
@@ -87,7 +88,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
         iterator = getattr(self._loader, "_iterator", None)
-        with _signals_blocked():  # workers of the last pass confirm that they start again
+        with _signals_blocked():  # new workers are forked here; persistent ones confirm that they start again
             try:
                 with self._waiting():
                     results = _wait_for_workers(self._loader.__iter__, iterator)
@@ -113,21 +114,21 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
     """A forked process that is killed and forked again if it does not start. Some versions of Python 3.10 and 3.11 hang
     in a child that was forked while a thread of a library entered Python
     (https://github.com/python/cpython/issues/112275), as Gloo's do after a collective. A worker waits for the main
-    process's answer before it works: if it were killed at work, it could hold the lock of its queue, and the next one
-    would wait for ever."""
+    process's answer before it loads: a worker that was killed while it loads could hold the lock of its queue, and the
+    next one would wait for ever."""
 
-    ends: tuple[multiprocessing.connection.Connection, ...]  # of a pipe: the main process's, the worker's
+    pipe_ends: tuple[multiprocessing.connection.Connection, ...]  # the main process's, the worker's
 
     @staticmethod
     def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
         assert isinstance(process_obj, _ForkedWorker)
         for seconds in _START_TIMEOUTS:
-            main_end, worker_end = process_obj.ends = multiprocessing.Pipe()
+            main_end, worker_end = process_obj.pipe_ends = multiprocessing.Pipe()
             with main_end:
                 popen = multiprocessing.context.ForkProcess._Popen(process_obj)
                 worker_end.close()
                 if main_end.poll(seconds):
-                    with contextlib.suppress(OSError, EOFError):  # it has died, which torch reports
+                    with contextlib.suppress(OSError, EOFError):  # the worker has died, which torch reports
                         main_end.recv_bytes()
                         main_end.send_bytes(b"go on")
                     return popen
@@ -139,7 +140,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
     def run(self) -> None:
         # Garbage of the main process may hold pipes of other workers; collecting it here would end them.
         gc.freeze()
-        main_end, worker_end = self.ends
+        main_end, worker_end = self.pipe_ends
         main_end.close()
         with worker_end, contextlib.suppress(OSError, EOFError):
             worker_end.send_bytes(b"begun")
@@ -178,9 +179,9 @@ class _PipeEnd:
 class _Queue:
     """A queue between processes with a single reader and the methods that DataLoader calls. A thread sends.
 
-    A message is 8 bytes with the number of its parts, 8 bytes with the size of each, and the parts: a pickle, and the
-    elements of each tensor, which are copied only into the pipe and out of it. `get` keeps its timeout, even if a
-    process died while it sent.
+    A message is the number of its parts (8 bytes), the size of each part (8 bytes), and the parts: a pickle, and the
+    elements of each tensor, which are copied only into the pipe and out of it. `get` returns within its timeout even if
+    a process died while it sent.
     """
 
     def __init__(self) -> None:
@@ -193,7 +194,7 @@ class _Queue:
             fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
     def put(self, message: tuple[Any, Any] | None) -> None:
-        """Send (request number, request or result), or None. Instead of a result that cannot be pickled: CannotGoOn."""
+        """Send (request number, request or result), or None. CannotGoOn replaces a result that cannot be pickled."""
         try:
             parts = _pickle_parts(message)
         except Exception as error:
@@ -215,7 +216,7 @@ class _Queue:
                             view = view[os.write(self._writer.fileno(), view) :]
                 del parts, view  # free the memory: the next batch may take long
             except OSError as error:
-                # If a worker went on, the main process would wait for its batch for ever.
+                # End the worker, because the main process would wait for its batch for ever.
                 if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
                     tell(_explain_send_failure(error))
                     leave(FAILED, at_once=True)
@@ -237,7 +238,7 @@ class _Queue:
             self._writer.close()
 
     def cancel_join_thread(self) -> None:
-        """Nothing: a process that ends never waits for the thread."""
+        """Does nothing, because a process that ends never waits for the thread."""
 
 
 def _read_messages(reader: _PipeEnd) -> Iterator[tuple[Any, ...]]:
@@ -247,18 +248,18 @@ def _read_messages(reader: _PipeEnd) -> Iterator[tuple[Any, ...]]:
 
 
 def _read_message(reader: _PipeEnd) -> Generator[tuple[()], None, Any]:
-    yield from _fill(number := bytearray(8), reader)
-    yield from _fill(sizes := bytearray(8 * struct.unpack("=Q", number)[0]), reader)
+    yield from _read_into(number := bytearray(8), reader)
+    yield from _read_into(sizes := bytearray(8 * struct.unpack("=Q", number)[0]), reader)
     parts = list[memoryview]()
     for (size,) in struct.iter_unpack("=Q", sizes):
         # Aligned as torch aligns all tensors, so that kernels compute the same bits.
         elements: Any = torch.empty(size, dtype=torch.uint8).numpy()
         parts.append(memoryview(elements))
-        yield from _fill(parts[-1], reader)
+        yield from _read_into(parts[-1], reader)
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def _fill(buffer: Any, reader: _PipeEnd) -> Iterator[tuple[()]]:
+def _read_into(buffer: Any, reader: _PipeEnd) -> Iterator[tuple[()]]:
     view = memoryview(buffer)
     while view:
         yield ()
@@ -297,7 +298,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
 
 
-# A forked worker starts with one thread, so its signal mask holds for all its threads; and it shares lists of files.
+# A forked worker starts with one thread, so that all its threads inherit its signal mask; and it shares lists of files.
 _FORK_CONTEXT = _ForkContext() if sys.platform == "linux" else None
 
 
@@ -315,7 +316,7 @@ def _wait_for_workers(wait: Callable[[], Any], results: Any) -> Any:
         raise CannotGoOn(_explain_exit(codes)) from None
 
 
-# It does not advise a smaller --batch_size, which a resumed run must keep.
+# A smaller --batch_size would help, too, but a resumed run must keep it.
 _MEMORY_ADVICE = "lower --num_workers and start again, or ask for more memory"
 _REMEDIES = {
     errno.ENOSPC: "/dev/shm, the shared memory, is full: make room there, make it larger (docker run --shm-size 1g)",
@@ -339,8 +340,9 @@ def _explain_exit(codes: list[int]) -> str:
     return f"a loader process ended with the exit code {codes[0]}: {hint}"
 
 
-class _Requests(Dataset):
-    """Loads requests. Returns ValueErrors and MemoryErrors, because DataLoader would put them into a traceback."""
+class _RequestDataset(Dataset):
+    """Loads requests. Returns the errors that `_raise_errors` raises, because DataLoader would wrap them into a
+    traceback."""
 
     def __init__(self, load: Callable[[Any], Any]) -> None:
         self._load = load
@@ -366,9 +368,9 @@ def _raise_errors(result: Any) -> Any:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the main process's signals, which it receives afterwards. Workers that are forked inside the context
-    inherit the mask and never receive them."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_SIGNALS)
+    """Block signals: the main process receives them after the context; workers that are forked inside it inherit the
+    mask and never receive them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     try:
         yield
     finally:

@@ -17,9 +17,9 @@ _PIECE = 16 << 20  # bytes that are fetched at a time
 
 
 class ShardCache:
-    """Whole files in a folder of the local disk, of at most `limit` bytes together. Many processes may use it at a
-    time: one fetches a file, and the others wait for it. The least recently used files are deleted; a process that has
-    one open can still read it.
+    """Whole files in a folder of the local disk, of at most `limit` bytes together. Many processes may use it at once:
+    one fetches a file, and the others wait for it. The least recently used files are deleted; a process that has one
+    open can still read it.
 
     Raises OSError, if the folder cannot be made or written to."""
 
@@ -30,37 +30,38 @@ class ShardCache:
             pass
 
     def open(self, key: str, size: int, read: Callable[[int, int], bytes]) -> BinaryIO | None:
-        """The local copy of the file of `size` bytes under a key; if there is none, it is fetched by read(size,
-        offset). None if the cache has no room for it. Raises OSError, and what `read` raises."""
+        """The local copy of the file with this key and `size`; if there is none, `read`(size, offset) fetches it. None
+        if the cache has no room for it. Raises OSError, and what `read` raises."""
         path = self._folder / hashlib.sha256(key.encode()).hexdigest()
-        part = path.with_suffix(".part")
+        part_path = path.with_suffix(".part")
         while size <= self.limit:
             with contextlib.suppress(FileNotFoundError):
                 file = open(path, "rb")  # noqa: SIM115
                 now = time.time_ns()  # finer than the clock of the file system
                 os.utime(file.fileno(), ns=(now, now))
                 return file
-            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as copy, _locked(copy):
-                if not _is_at_path(copy, part):
+            descriptor = os.open(part_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "r+b") as part, _locked(part):
+                if not _is_at_path(part, part_path):
                     continue  # another process has finished or deleted it
                 with contextlib.ExitStack() as cleanup:
-                    cleanup.callback(part.unlink)
+                    cleanup.callback(part_path.unlink)
                     if path.exists():
                         continue
-                    if not self._make_room(copy, size):
+                    if not self._make_room(part, size):
                         break
                     for offset in range(0, size, _PIECE):
-                        copy.write(read(_PIECE, offset))
-                    copy.flush()
-                    os.fsync(copy.fileno())  # after a loss of power, the final file must not hold zeros
+                        part.write(read(_PIECE, offset))
+                    part.flush()
+                    os.fsync(part.fileno())  # after a loss of power, the final file must not hold zeros
                     with self._locked_folder():
-                        os.replace(part, path)
+                        os.replace(part_path, path)
                     cleanup.pop_all()
         return None
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        """Lock the folder while files are counted, renamed or deleted."""
+        """Context in which the folder is locked, to count, rename or delete files."""
         with open(self._folder / "lock", "ab") as lock, _locked(lock):
             yield
 
@@ -68,7 +69,7 @@ class ShardCache:
         """Reserve `size` bytes of the disk for a file, and delete others until all fit. Returns whether they do: files
         that other processes are fetching are not deleted."""
         with self._locked_folder():
-            os.truncate(copy.fileno(), 0)  # a killed process may have left something in it
+            os.truncate(copy.fileno(), 0)  # a killed process may have left a part of the file
             files = []
             for path in filter(_is_cache_file, self._folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):
@@ -79,7 +80,7 @@ class ShardCache:
                 if total > self.limit and n_bytes and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
                     total -= n_bytes
-            # A full disk is an error before anything is fetched; on macOS, without posix_fallocate, while fetching.
+            # If the disk is full, this raises before anything is fetched; macOS has no posix_fallocate.
             if size and total <= self.limit and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(copy.fileno(), 0, size)
             return total <= self.limit
@@ -87,7 +88,8 @@ class ShardCache:
 
 @contextlib.contextmanager
 def _locked(file: BinaryIO) -> Iterator[None]:
-    """Unlock explicitly: closing does not, if a process forked meanwhile has the file open, too."""
+    """Context in which a file is locked. It unlocks explicitly, because closing the file would not unlock it if a
+    process that was forked meanwhile has it open, too."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield
@@ -96,7 +98,7 @@ def _locked(file: BinaryIO) -> Iterator[None]:
 
 
 def _is_cache_file(path: Path) -> bool:
-    """Whether it is a file of the cache: a user may choose a folder with other files."""
+    """Whether the cache wrote this file: a user may choose a folder with other files."""
     return re.fullmatch(r"[0-9a-f]{64}(\.part)?", path.name) is not None
 
 

@@ -6,9 +6,9 @@ times in frames: one index shows the same scene at every image_size, and a longe
 shorter one.
 
 For pictures of one shape ("scenes"), one in ten combinations of shape, colour and place is held out: no picture has it,
-though every pair of the three occurs. What a model draws for these captions shows whether it can combine attributes
-that it has not seen together. Scenes also have exact embeddings of their captions, so that no text encoder has to be
-trained.
+though every pair of two of these attributes occurs. The pictures that a model generates for held-out captions show
+whether it can combine attributes that it has not seen together. Scenes also have exact embeddings of their captions, so
+that no text encoder has to be trained.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.data.hashing import Draws, derive_key
-from tandem.hashing import GOLDEN_GAMMA, mix64
+from tandem.hashing import GOLDEN_GAMMA, Draws, derive_key, mix64
 
 from .record import Record
 
@@ -147,7 +146,7 @@ SHAPES: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-class Item(NamedTuple):
+class Figure(NamedTuple):
     """A shape in a picture. x, y, radius in [0, 1] of the picture's side (x to the right, y down); angle in radians."""
 
     shape: str
@@ -164,18 +163,18 @@ class Item(NamedTuple):
         return f"{'an' if words[0] in 'aeiou' else 'a'} {words} {self.place}"
 
 
-def paint(picture: Array, item: Item) -> None:
+def paint(picture: Array, figure: Figure) -> None:
     """Lay one shape over picture (3, size, size), in place; its edge is one pixel wide."""
     size = picture.shape[-1]
-    reach = 1.05 * item.radius + 1 / size
-    columns, rows = (slice(max(0, int((c - reach) * size)), int((c + reach) * size) + 1) for c in (item.x, item.y))
+    reach = 1.05 * figure.radius + 1 / size
+    columns, rows = (slice(max(0, int((c - reach) * size)), int((c + reach) * size) + 1) for c in (figure.x, figure.y))
     grid = _pixel_centers(size)
-    x, y = (grid[None, columns] - item.x) / item.radius, (grid[rows, None] - item.y) / item.radius
-    cos, sin = math.cos(item.angle), math.sin(item.angle)
-    distance = SHAPES[item.shape](cos * x + sin * y, cos * y - sin * x)
-    cover = np.clip(0.5 - distance * (item.radius * size), 0, 1)  # which part of each pixel the shape covers
+    x, y = (grid[None, columns] - figure.x) / figure.radius, (grid[rows, None] - figure.y) / figure.radius
+    cos, sin = math.cos(figure.angle), math.sin(figure.angle)
+    distance = SHAPES[figure.shape](cos * x + sin * y, cos * y - sin * x)
+    cover = np.clip(0.5 - distance * (figure.radius * size), 0, 1)  # which part of each pixel the shape covers
     region = picture[:, rows, columns]
-    region += cover * (np.array(COLOURS[item.colour], np.float32)[:, None, None] - region)
+    region += cover * (np.array(COLOURS[figure.colour], np.float32)[:, None, None] - region)
 
 
 def _pixel_centers(size: int) -> Array:
@@ -183,8 +182,8 @@ def _pixel_centers(size: int) -> Array:
 
 
 def _dull_colour(draws: Draws) -> Array:
-    """float32 (3, 1, 1) in [0, 255]. Even with the waves of up to 20 that pictures and clips add, it differs by 50 or
-    more from each of COLOURS in at least one channel. The first of `draws` determines whether it is dark."""
+    """float32 (3, 1, 1) in [0, 255]. In at least one channel it differs by 50 or more from each of COLOURS, even after
+    pictures and clips add waves of up to 20. The first of `draws` determines whether it is dark."""
     level = draws.uniform(50, 75) if _draw_one(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
     return np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)[:, None, None]
 
@@ -212,34 +211,34 @@ _TRAINING_TRIPLES = [triple for triple in TRIPLES if not is_held_out(*triple)]
 
 def _draw_shapes(seed: int, index: int, _: int | str) -> Record:
     draws = Draws("shapes", seed, index)
-    items = [
-        _make_item(_draw_one(SHAPES, draws), _draw_one(COLOURS, draws), _draw_one(SIZES, draws), place, draws)
+    figures = [
+        _make_figure(_draw_one(SHAPES, draws), _draw_one(COLOURS, draws), _draw_one(SIZES, draws), place, draws)
         for place in _draw_one(_draw_one(_ARRANGEMENTS, draws), draws)
     ]
-    *others, last = map(str, items)
+    *others, last = map(str, figures)
     caption = f"{', '.join(others)} and {last}" if others else last
-    return {"image": partial(_paint_picture, items, ("background", seed, index)), "texts": {"captions": [caption]}}
+    return {"image": partial(_paint_picture, figures, ("background", seed, index)), "texts": {"captions": [caption]}}
 
 
 def _draw_scene(seed: int, index: int, _: int | str) -> Record:
     draws, key = Draws("scene", "seen", seed, index), ("scene background", "seen", seed, index)
     shape, colour, place = _draw_one(_TRAINING_TRIPLES, draws)
-    item = _make_item(shape, colour, _draw_one(SIZES, draws), place, draws)
+    figure = _make_figure(shape, colour, _draw_one(SIZES, draws), place, draws)
     background = _draw_one(BACKGROUNDS, Draws(*key))
-    caption = f"{item}, on {background}"
+    caption = f"{figure}, on {background}"
     return {
-        "image": partial(_paint_picture, [item], key), "texts": {"captions": [caption]},
-        "image_embed": partial(_encode_item, item, background), "text_encodings": partial(_encode_text, caption),
+        "image": partial(_paint_picture, [figure], key), "texts": {"captions": [caption]},
+        "image_embed": partial(_encode_figure, figure, background), "text_encodings": partial(_encode_text, caption),
     }  # fmt: skip
 
 
-def _make_item(shape: str, colour: str, size: str, place: str, draws: Draws) -> Item:
+def _make_figure(shape: str, colour: str, size: str, place: str, draws: Draws) -> Figure:
     """A shape near the middle of its place, with slight random changes of size and angle."""
     x, y = (centre + draws.uniform(-0.02, 0.02) for centre in PLACES[place])
-    return Item(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
+    return Figure(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
 
 
-def _paint_picture(items: list[Item], key: Key, image_size: int, channels: int = 3) -> Tensor:
+def _paint_picture(figures: list[Figure], key: Key, image_size: int, channels: int = 3) -> Tensor:
     """Shapes on a dull colour with a gradient and two long waves of brightness, which depend on `key`."""
     draws, grid = Draws(*key), _pixel_centers(image_size)
     colour, x, y = _dull_colour(draws), grid[None, :], grid[:, None]
@@ -249,8 +248,8 @@ def _paint_picture(items: list[Item], key: Key, image_size: int, channels: int =
         k = 2 * math.pi * waves
         brightness = brightness + 7 * np.sin(k * math.cos(direction) * x + k * math.sin(direction) * y + phase)
     picture = colour + brightness
-    for item in items:
-        paint(picture, item)
+    for figure in figures:
+        paint(picture, figure)
     image = torch.from_numpy(np.rint(picture).astype(np.uint8))
     return torch.cat([image, torch.full_like(image[:1], 255)]) if channels == 4 else image
 
@@ -262,13 +261,13 @@ TOKENS, TOKEN_DIM = 9, 32  # of an encoded caption: "a small red circle on the l
 WIDTH = sum(map(len, _TABLES))  # 30
 
 
-def _encode_item(item: Item, background: str) -> Tensor:
+def _encode_figure(figure: Figure, background: str) -> Tensor:
     """A shape and its background -> float32 (30,), one-hot codes of the 9 places, 8 shapes, 8 colours, 3 sizes and 2
     backgrounds.
 
     The code of a shape's looks does not depend on its place, so they need not be learned for each place.
     """
-    names = (item.place, item.shape, item.colour, item.size, background)
+    names = (figure.place, figure.shape, figure.colour, figure.size, background)
     return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, names, strict=True)])
 
 
@@ -296,10 +295,10 @@ def condition_of(text: str) -> dict[str, Tensor]:
     words, _, background = words.partition(", on ")
     background = background or "light"
     for names in itertools.product(SHAPES, COLOURS, SIZES, PLACES):
-        item = Item(*names, x=0.5, y=0.5, radius=0.0, angle=0.0)
-        if str(item).split(" ", 1)[1] == words and background in BACKGROUNDS:
-            caption = f"{item}, on {background}"
-            return {"image_embed": _encode_item(item, background), "text_encodings": _encode_text(caption)}
+        figure = Figure(*names, x=0.5, y=0.5, radius=0.0, angle=0.0)
+        if str(figure).split(" ", 1)[1] == words and background in BACKGROUNDS:
+            caption = f"{figure}, on {background}"
+            return {"image_embed": _encode_figure(figure, background), "text_encodings": _encode_text(caption)}
     raise ValueError(
         f"{text!r} is no caption of demo:shapes: write 'a', perhaps small or large, then one of {', '.join(COLOURS)}, "
         f"one of {', '.join(SHAPES)}, and one of {', '.join(PLACES)}; then perhaps ', on dark'"
@@ -308,24 +307,24 @@ def condition_of(text: str) -> dict[str, Tensor]:
 
 # Clips: one or two shapes that glide over a soft background and bounce off its edges.
 
-FRAMES_PER_SECOND = 24  # nominal, for those who ask for other frames per second
+FRAMES_PER_SECOND = 24  # nominal; with --fps, a clip has that many frames per 24 frames of the scene
 _MARGIN = 0.22  # the least distance of a shape's centre from an edge, in sides
 
 
 class _Mover(NamedTuple):
     """A shape as it is in frame 0, with its speeds: sides per frame (x to the right, y down), radians per frame."""
 
-    item: Item
+    figure: Figure
     speed_x: float
     speed_y: float
     spin: float
 
-    def at(self, time: float) -> Item:
+    def at(self, time: float) -> Figure:
         """The shape at a time, in frames."""
-        return self.item._replace(
-            x=_bounce(self.item.x + self.speed_x * time),
-            y=_bounce(self.item.y + self.speed_y * time),
-            angle=self.item.angle + self.spin * time,
+        return self.figure._replace(
+            x=_bounce(self.figure.x + self.speed_x * time),
+            y=_bounce(self.figure.y + self.speed_y * time),
+            angle=self.figure.angle + self.spin * time,
         )
 
 
@@ -345,8 +344,8 @@ def _draw_mover(draws: Draws) -> _Mover:
     shape, colour = _draw_one(SHAPES, draws), _draw_one(COLOURS, draws)
     x, y = (draws.uniform(_MARGIN, 1 - _MARGIN) for _ in range(2))
     direction, speed = draws.uniform(0, 2 * math.pi), draws.uniform(0.04, 0.07)
-    item = Item(shape, colour, "", "", x, y, draws.uniform(0.2, 0.3), draws.uniform(0, 2 * math.pi))
-    return _Mover(item, speed * math.cos(direction), speed * math.sin(direction), draws.uniform(-0.06, 0.06))
+    figure = Figure(shape, colour, "", "", x, y, draws.uniform(0.2, 0.3), draws.uniform(0, 2 * math.pi))
+    return _Mover(figure, speed * math.cos(direction), speed * math.sin(direction), draws.uniform(-0.06, 0.06))
 
 
 def _paint_clip(
@@ -373,8 +372,8 @@ def _paint_clip(
     return torch.from_numpy(clip)
 
 
-# Sounds: a tone of some waveform and pitch, in pulses, that fades or swells; computed with integer phases. Each value
-# with its synonyms, the plain one first; no synonym stands for two values.
+# Sounds: a tone of some waveform and pitch, in pulses, that fades or swells; phases are integers. The tables hold the
+# synonyms of each value, the plainest first; no synonym stands for two values.
 
 WAVEFORMS = {
     "sine": ("sine wave", "sine tone", "pure tone"),
@@ -457,17 +456,17 @@ def _synthesize(
 
 
 def _noise(phase: npt.NDArray[np.int64], rate: float, key: int) -> Array:
-    """Noise whose spectrum is a band around the frequency of a wave with these phases: two waves, a quarter of a period
-    apart, each times noise of low frequencies, of `rate` values per sample."""
+    """Noise whose spectrum is a band around the frequency of a wave with these phases: the sum of two waves, a quarter
+    of a period apart, each multiplied by noise of low frequencies with `rate` values per sample."""
     positions = np.arange(len(phase)) * rate
     n = int(positions[-1]) + 2
-    total = np.zeros(len(phase), np.float32)
-    for half in range(2):
-        slow = np.interp(positions, np.arange(n), _white_noise(n, key + half)).astype(np.float32)
-        total += slow * _one_period("sine", 1)[(phase + half * _ENTRIES // 4) % _ENTRIES]
+    samples = np.zeros(len(phase), np.float32)
+    for number in range(2):
+        envelope = np.interp(positions, np.arange(n), _white_noise(n, key + number)).astype(np.float32)
+        samples += envelope * _one_period("sine", 1)[(phase + number * _ENTRIES // 4) % _ENTRIES]
     # Scale to `_RMS`: uniform numbers in [-1, 1) have the mean square 1/3, linear interpolation between them has
     # 2/9, and so the sum of the two products has 4/9 of `_RMS` squared.
-    return total * np.float32(1.5)
+    return samples * np.float32(1.5)
 
 
 def _white_noise(n: int, key: int) -> Array:
@@ -485,15 +484,15 @@ def _phases(n: int, per_sample: float, start: float) -> npt.NDArray[np.int64]:
 @functools.lru_cache(maxsize=256)
 def _one_period(waveform: str, n_harmonics: int) -> Array:
     """One band-limited period of a waveform, with root mean square `_RMS`."""
-    turn = 2 * math.pi * np.arange(_ENTRIES) / _ENTRIES
-    order = range(1, n_harmonics + 1)
-    silence = np.zeros_like(turn)
+    angles = 2 * math.pi * np.arange(_ENTRIES) / _ENTRIES
+    harmonics = range(1, n_harmonics + 1)
+    zeros = np.zeros_like(angles)
     if waveform == "sine":
-        wave = np.sin(turn)
+        wave = np.sin(angles)
     elif waveform == "triangle":
-        wave = sum(((-1) ** (k // 2) / k**2 * np.sin(k * turn) for k in order if k % 2), silence)
+        wave = sum(((-1) ** (k // 2) / k**2 * np.sin(k * angles) for k in harmonics if k % 2), zeros)
     else:
-        wave = sum((np.sin(k * turn) / k for k in order if k % 2 or waveform == "sawtooth"), silence)
+        wave = sum((np.sin(k * angles) / k for k in harmonics if k % 2 or waveform == "sawtooth"), zeros)
     return (wave * (_RMS / np.sqrt(np.mean(wave**2)))).astype(np.float32)
 
 

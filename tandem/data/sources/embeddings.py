@@ -17,42 +17,34 @@ from tandem.data.bad_samples import BadDatasetItem, SampleIncomplete, UserCodeEr
 from tandem.data.decoding.arrays import Array, StoredArray, read_array_header
 from tandem.data.fields import Field
 
-from . import own
+from . import user_dataset
 from .files import redact
 from .opening import expand_pattern
-from .own import ITEM
 from .record import FieldSpec, FileRef, Record, RecordSource
 from .tar import TarSource, number_of, stem_of
+from .user_dataset import ITEM
 
 
 class Kind(NamedTuple):
-    """A kind of embedding. `spec.name` is the batch's entry; `dimensions` is the rank of the array of one image."""
+    """A kind of embedding. `spec.name` is the key in a batch; `dimensions` is the number of dimensions of the array of
+    one image; `flag` names the files of rows."""
 
     spec: FieldSpec
     dimensions: int
     flag: str
 
-    @property
-    def form(self) -> str:
-        return {1: "(d,)", 2: "(tokens, d)"}[self.dimensions]
 
-
-IMAGE = Kind(
-    FieldSpec("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",)), 1, "--image_embeddings"
-)
-TEXT = Kind(
-    FieldSpec("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",)),
-    2,
-    "--text_embeddings",
-)
+_IMAGE_SPEC = FieldSpec("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",))
+_TEXT_SPEC = FieldSpec("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",))
+IMAGE, TEXT = Kind(_IMAGE_SPEC, 1, "--image_embeddings"), Kind(_TEXT_SPEC, 2, "--text_embeddings")
 KINDS = (IMAGE, TEXT)
 
 
 @dataclass(frozen=True)
 class EmbeddingField(Field):
-    """Stored "image_embed" or "text_encodings": float32 of `shape`, that of one image: (d,), or (L, d) where no
+    """Stored "image_embed" or "text_encodings" of an image: float32 of `shape`, which is (d,), or (L, d) where no
     caption has more than L tokens; shorter encodings are padded with rows of 0. An image that has none, or only zeros,
-    is `SampleIncomplete`. `rows`: index -> array, if the records do not hold them."""
+    is `SampleIncomplete`. `rows`: index -> array, if the arrays are not in the records."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -64,10 +56,10 @@ class EmbeddingField(Field):
         return self.kind.spec
 
     def from_item(self, item: Any) -> Array | None:
-        return own.array_of(item, self.spec.name, self.kind.dimensions)
+        return user_dataset.array_of(item, self.spec.name, self.kind.dimensions)
 
     def read_array(self, record: Record) -> Array | None:
-        """The array of a record, None if it has none; (1, d), a batch of one, becomes (d,)."""
+        """The array of a record, None if it has none. A file may hold a batch of one, (1, d), which becomes (d,)."""
         content = self.content(record)
         if isinstance(content, FileRef):
             array = read_array_header(content).read()
@@ -76,18 +68,18 @@ class EmbeddingField(Field):
         return np.asarray(content()) if callable(content) else content
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        noun, is_own = self.spec.noun, ITEM in record
+        noun, is_user_item = self.spec.noun, ITEM in record
         array = self.rows(index) if self.rows else self.read_array(record)
         if array is None:
             raise SampleIncomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
-            if is_own:
+            if is_user_item:
                 limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise own.item_error(array, f"a {noun} of {limit.format(self.shape)}")
+                raise user_dataset.item_error(array, f"a {noun} of {limit.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
-        if not array.any() and not is_own:
+        if not array.any() and not is_user_item:
             raise SampleIncomplete(f"its {noun}: zeros only, which stand for none")
         padded = np.zeros(self.shape, np.float32)
         padded[: len(array)] = array
@@ -95,9 +87,8 @@ class EmbeddingField(Field):
 
 
 def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> EmbeddingField | None:
-    """The embeddings in the records of a source, None if it has none. One of its examples gives the shape. Raises
-    ValueError, in one line, if no example can be read."""
-    # The longest text gives the length; for images, the first readable one gives the shape.
+    """The embeddings in the records of a source, None if it has none. The shape is that of the first example that can
+    be read: of texts the longest one comes first. Raises ValueError, in one line, if no example can be read."""
     examples = source.examples(kind.spec.name)
     if not examples:
         return None
@@ -107,7 +98,7 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
             record = source.record(example)
             array = probe.read_array(record)
             if array is None and ITEM in record:
-                raise own.missing_array_error(record[ITEM], kind.spec.name, kind.dimensions)
+                raise user_dataset.missing_array_error(record[ITEM], kind.spec.name, kind.dimensions)
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)
@@ -117,9 +108,9 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
             reason = f"cannot read the {kind.spec.noun} of {source.describe(example)!r}: {reason_of(error)}"
             failures.append(UserCodeError(reason, getattr(error, "traceback", "")))
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                break  # such as a server without an answer
+                break  # an error of the disk or the server would meet the other examples, too
             continue
-        # Among files, the largest comes first; for rows and items, the model's limit is the length.
+        # Among files the longest text comes first. The lengths of rows and items are unknown: take the model's limit.
         content = record.get(kind.spec.name)
         is_longest = kind == IMAGE or isinstance(content, FileRef) or callable(content)
         shape = array.shape if is_longest else (longest_text, *array.shape[1:])
@@ -158,7 +149,7 @@ def embedding_rows(source: RecordSource, kind: Kind, spec: str, *, index_width: 
             noun = kind.spec.noun
             raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
-            last, first = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
+            last, first = (f"{array.shape[1:]} in {array.ref.path!r}" for array in (arrays[-1], arrays[0]))
             raise ValueError(f"{kind.spec.noun}s have the shape {last}, but {first}")
     for path, indices in zip(source.paths, source.shards or (), strict=True):
         if indices:
@@ -172,7 +163,7 @@ def _load_row(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, 
     array = arrays[tars.shard(index)]
     row = row_of(tars.name(index), index_width)
     if row >= array.shape[0]:
-        raise ValueError(f"it is row {row} of {redact(array.entry.path)}, which has only {array.shape[0]}")
+        raise ValueError(f"it is row {row} of {redact(array.ref.path)}, which has only {array.shape[0]}")
     return array.row(row)
 
 
@@ -198,4 +189,4 @@ def _list_row_files(spec: str) -> list[str]:
 
 def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:
     if len(shape) != kind.dimensions or 0 in shape:
-        raise ValueError(f"that of one image has the shape {shape}, not {kind.form}")
+        raise ValueError(f"that of one image has the shape {shape}, not {user_dataset.ARRAY_SHAPES[kind.dimensions]}")

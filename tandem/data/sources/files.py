@@ -9,8 +9,7 @@ import unicodedata
 from typing import Any, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# User and password of a URL. If no @ precedes the first slash, a colon without a port begins a password that
-# contains a slash.
+# User and password of a URL. If no @ precedes the first slash, a colon without a port begins a password with a slash.
 CREDENTIALS = re.compile(r"(?<=://)(?:[^/?#]*|[^/?#:]*:(?!\d+/).*)@")
 
 
@@ -30,10 +29,8 @@ def match_unicode_form(path: str) -> str:
     if path.isascii() or os.path.lexists(path):
         return path
     folder, name = os.path.split(path)
-    candidates = [
-        os.path.join(match_unicode_form(folder), unicodedata.normalize(form, name)) for form in ("NFC", "NFD")
-    ]
-    return next(filter(os.path.lexists, candidates), path)
+    forms = (unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+    return next(filter(os.path.lexists, (os.path.join(match_unicode_form(folder), form) for form in forms)), path)
 
 
 class RandomAccessFile(Protocol):
@@ -57,8 +54,8 @@ class LocalFile:
 
 
 class FileWindow(io.RawIOBase):
-    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` holds an error of the file
-    system, because C code that calls this class cannot raise it."""
+    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `readinto` stores an error of the file
+    system in `error` and returns 0, because C code that calls it cannot raise."""
 
     def __init__(self, file: RandomAccessFile, offset: int, size: int) -> None:
         self._file, self._offset, self._size, self._position = file, offset, size, 0

@@ -24,10 +24,10 @@ _LONGEST_RUN = 1 << 20  # names that are sorted at a time, in about a second
 _TAR = ".tar"
 _ENDING = re.compile(r"\.[a-z0-9_-]{1,12}")
 _MOST_ENDINGS = 8
-_LISTS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
-_FORMS = ("", "NFC", "NFD")  # Unicode forms of a name: unchanged, composed or decomposed
-_NONE = -1
-_SideFiles = list[tuple[int, int]]  # for each field beside a sample: number of the file's spelling, its bytes
+_LIST_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
+_UNICODE_FORMS = ("", "NFC", "NFD")  # Unicode forms of a name: unchanged, composed or decomposed
+_NO_FILE = -1
+_SideFiles = list[tuple[int, int]]  # for each spec of files beside a sample: number of the file's spelling, its bytes
 
 
 class NothingFoundError(ValueError):
@@ -36,12 +36,12 @@ class NothingFoundError(ValueError):
 
 class FolderSource:
     """All files below a folder with an ending of `specs[0]`, or a further one, numbered in the order of the relative
-    paths. The files of the other specs stand beside them, with the same name but for the ending, in any Unicode form,
-    because systems differ. Of names that differ only in the case of the ending, the last one is taken. See
+    paths. The files of the other specs are found beside them: their names are equal but for the ending and the Unicode
+    form, in which systems differ. Of names that differ only in the case of the ending, the last one is taken. See
     `RecordSource` for the methods.
 
     Links to folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No
-    file is opened; long lists are cached for later starts (`index.kept`). `tars` are the paths of tars in the folder.
+    file is opened; long lists are cached for later starts (`cached_index`). `tars` are the paths of tars in the folder.
 
     Raises ValueError, in one line, if the folder is missing, no folder or not readable, or holds neither samples nor
     tars; the message recommends the set `demo`.
@@ -54,15 +54,15 @@ class FolderSource:
         _check_folder(folder, f"{self._main.noun}s", f", or {demo} to try without one" if demo else "")
         kind = json.dumps(["folder", *((spec.name, spec.all_endings) for spec in specs)])
         index = cached_index(folder, kind, lambda: _Tree(folder, self._main, self._sides).build_index())
-        self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
-        self.examples = index.examples  # by the sizes when the folder was listed
+        self.fingerprint, self._names = index.fingerprint, index.strings("names")
+        self._damaged_error, self.examples = index.damaged_error, index.examples
         self.tars = [os.path.join(folder, self._check_inside(name)) for name in index.strings("tars")]
         self._numbers = {spec.name: index.numbers(f"which {spec.name}", len(self)) for spec in self._sides}
         try:
             self._spellings = [*map(str, index.facts["spellings"])]
             self.skipped = skipped_line("file", repr(folder), *index.facts["skipped"])
         except READ_ERRORS:
-            raise index.damaged() from None
+            raise index.damaged_error() from None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -71,11 +71,11 @@ class FolderSource:
         path = os.path.join(self.folder, self.name(index))
         record = {self._main.name: FileRef(path)}
         for spec in self._sides:
-            if (number := self._numbers[spec.name][index]) != _NONE:
+            if (number := self._numbers[spec.name][index]) != _NO_FILE:
                 spelling = self._spellings[number] if 0 <= number < len(self._spellings) else ""
                 form, dot, ending = spelling.partition(".")
-                if f".{ending.lower()}" not in spec.endings or form not in _FORMS:
-                    raise self._damaged()
+                if f".{ending.lower()}" not in spec.endings or form not in _UNICODE_FORMS:
+                    raise self._damaged_error()
                 folder, name = os.path.split(os.path.splitext(path)[0])
                 record[spec.name] = FileRef(os.path.join(folder, _normalize(form, name) + dot + ending))
         return record
@@ -89,7 +89,7 @@ class FolderSource:
     def _check_inside(self, name: str) -> str:
         """A relative path. Raises ValueError, in one line, if it leads out of the folder: indices may be forged."""
         if name.startswith("/") or ".." in name.split("/"):
-            raise self._damaged()
+            raise self._damaged_error()
         return name
 
 
@@ -119,17 +119,14 @@ def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int
 
 
 class _Tree:
-    """The content of a folder, in order. At most `_LONGEST_RUN` names are sorted at a time, because sorting holds the
-    interpreter's lock, and the thread that sends heartbeats to the root would wait for it."""
+    """Lists the content of a folder, in order. At most `_LONGEST_RUN` names are sorted at a time, because sorting holds
+    the interpreter's lock, for which the thread that sends heartbeats to the root would wait."""
 
     def __init__(self, folder: str, sample_spec: FieldSpec, side_specs: Sequence[FieldSpec]) -> None:
         self._folder, self._main, self._sides = folder, sample_spec, side_specs
         self._dependencies, self._skipped = Dependencies(), collections.Counter[str]()
-        self._n_alone, self._alone, self._list_name = (
-            0,
-            "",
-            "",
-        )  # the count and the first of the lone files; the first list
+        self._n_alone, self._alone = 0, ""  # how many files stand beside no sample, and the first of them
+        self._list_name = ""  # the first file that may be a manifest
         self._visited: set[tuple[int, int]] = set()
         self._spellings: dict[str, int] = {}
         self._sample_endings, self._main_endings = sample_spec.all_endings, (*sample_spec.all_endings, _TAR)
@@ -144,9 +141,9 @@ class _Tree:
                 tars.append(name)
                 continue
             names.append(name)
-            for i, (spelling, size) in enumerate(beside):
-                spellings[i].append(spelling)
-                sizes[i].append(size)
+            for number, (spelling, size) in enumerate(beside):
+                spellings[number].append(spelling)
+                sizes[number].append(size)
         if not len(names) and not len(tars):
             others = counted(n, "other file") if (n := self._skipped.total()) else "nothing"
             raise NothingFoundError(
@@ -154,7 +151,7 @@ class _Tree:
                 f"{' '.join(self._main_endings)} are read, in the folder and in those below it{self._hint()}"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
-        columns |= {f"which {spec.name}": places for spec, places in zip(self._sides, spellings, strict=True)}
+        columns |= {f"which {spec.name}": numbers for spec, numbers in zip(self._sides, spellings, strict=True)}
         n_alone = self._n_alone if len(names) else 0  # a folder of tars may hold files of other kinds
         description = about_skipped(self._skipped, self._main.noun, n_alone, self._alone)
         facts = {
@@ -162,12 +159,8 @@ class _Tree:
             "skipped": [self._skipped.total(), description + self._hint()],
             "examples": {spec.name: largest(n_bytes) for spec, n_bytes in zip(self._sides, sizes, strict=True)},
         }
-        parts: list[bytes | memoryview] = [
-            *names.buffers,
-            json.dumps(facts["spellings"]).encode(),
-            *(places.tobytes() for places in spellings),
-        ]
-        return IndexData(columns, fingerprint_of(parts), facts, self._dependencies)
+        spelling_bytes = [json.dumps(facts["spellings"]).encode(), *(numbers.tobytes() for numbers in spellings)]
+        return IndexData(columns, fingerprint_of([*names.buffers, *spelling_bytes]), facts, self._dependencies)
 
     def _hint(self) -> str:
         name = self._list_name
@@ -225,7 +218,7 @@ class _Tree:
                         by_nfc |= {_normalize("NFC", key): name for key in self._keys(name)}
                 else:
                     self._skipped[ending_of(name)] += 1
-                    if name.lower().endswith(_LISTS):
+                    if name.lower().endswith(_LIST_ENDINGS):
                         self._list_name = min(filter(None, (self._list_name, os.path.join(relative, name))))
                 if len(files) == _LONGEST_RUN:
                     yield PackedStrings(sorted(files))
@@ -244,7 +237,7 @@ class _Tree:
     ) -> Iterator[tuple[str, _SideFiles | None]]:
         """The samples and tars among the files of a folder. Names that are equal up to their first dot are adjacent,
         except those in `by_nfc`."""
-        any_form = {*by_nfc.values()}  # whether samples use them is known at the end
+        any_form = {*by_nfc.values()}  # only after the last group is known whether a sample uses them
         any_form_used, any_form_stems = set[str](), set[str]()
         for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
             by_key, main, side, used = dict[str, str](), list[str](), set[str](), set[str]()
@@ -284,13 +277,13 @@ class _Tree:
         stem = os.path.splitext(name)[0]
         for ending in spec.endings if any(beside) else ():
             file = beside[0].get(stem + ending) or beside[1].get(_normalize("NFC", stem) + ending, "")
-            for form in _FORMS if file else ():
+            for form in _UNICODE_FORMS if file else ():
                 if file.startswith(start := _normalize(form, stem)):
                     used.add(file)
                     status = None if spec.as_cells else status_of(os.path.join(self._folder, relative, file))
                     spelling = self._spellings.setdefault(form + file[len(start) :], len(self._spellings))
                     return spelling, status.st_size if status else 0
-        return _NONE, -1
+        return _NO_FILE, -1
 
 
 def _normalize(form: Any, name: str) -> str:
@@ -306,6 +299,6 @@ def _is_folder_or_file(entry: os.DirEntry[str]) -> tuple[bool, bool]:
 
 
 def ending_of(name: str) -> str:
-    """The ending under which a file is counted."""
+    """The ending of a file as it is counted in messages."""
     ending = os.path.splitext(name)[1].lower()
     return ending if _ENDING.fullmatch(ending) else "without an ending" if not ending else "of another ending"

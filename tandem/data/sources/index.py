@@ -1,7 +1,7 @@
-"""The index of a source, made once for all later starts: one file for a folder, a list of tars or a manifest, beside it
-or in the user's cache folder.
+"""The index of a source, built once for all later starts: one file for a folder, a list of tars or a manifest, beside
+it or in the user's cache folder.
 
-Another user may have written the file, and a start does not read all of it: so every access checks its own bounds. The
+Every access checks its bounds, because another user may have written the file, and a start does not read all of it. The
 file is not mapped into memory, because a process that touches a mapped file behind its end is killed, while a short
 read is an error.
 """
@@ -35,9 +35,9 @@ from .files import is_url
 from .record import MOST_EXAMPLES
 
 _VERSION = 3
-FEWEST = 10_000  # strings in an index that is cached: fewer are listed in a tenth of a second
+FEWEST = 10_000  # strings in an index that is cached; fewer are listed in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
-_STRINGS_PER_READ = 4096  # strings
+_STRINGS_AT_ONCE = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock look alike; FAT has the longest tick
 _DEPENDENCIES = "watched"
 
@@ -74,7 +74,7 @@ class Dependencies:
         self.lines, self.newest_ns = PackedStrings(), 0
 
     def add(self, name: str, status: os.stat_result | None) -> None:
-        """`name` is relative to the index's file or folder, "" for that itself; status None: no such file."""
+        """`name` is relative to the path of the index, "" for that path itself; status None: no such file."""
         self.lines.append(f"{_describe_status(status)} {name}")
         if status is not None:
             self.newest_ns = max(self.newest_ns, status.st_mtime_ns, status.st_ctime_ns)
@@ -84,15 +84,15 @@ class IndexData(NamedTuple):
     """The content of an index.
 
     columns: strings or int64 numbers, by name;
-    fingerprint: see `records.record.RecordSource`;
+    fingerprint: see `RecordSource`;
     facts: a few values that JSON can hold;
-    watched: what the index depends on, if only making it reveals that.
+    dependencies: the files on which the index depends, if only building it shows which.
     """
 
     columns: Mapping[str, PackedStrings | array[int]]
     fingerprint: str
     facts: Mapping[str, Any] = MappingProxyType({})
-    watched: Dependencies | None = None
+    dependencies: Dependencies | None = None
 
 
 def largest(sizes: Any) -> list[int]:
@@ -103,11 +103,11 @@ def largest(sizes: Any) -> list[int]:
 
 
 class Index:
-    """Columns in a file or in memory. Processes keep none of it: the operating system caches the file for all processes
-    of a machine. Raises ValueError, in one line, where it cannot be read."""
+    """Columns in a file or in memory. A process holds no column of a file in memory: the operating system caches the
+    file for all processes of a machine. Methods raise ValueError, in one line, if the file cannot be read."""
 
     def __init__(self, content: BinaryIO | bytes, path: str) -> None:
-        """`path` is that of the file. Raises what `READ_ERRORS` has if this is no index."""
+        """`path` is that of the file. Raises one of `READ_ERRORS` if the content is no index."""
         self._content, self._path = content, path
         self.header = self._pread(_LONGEST_HEADER, 0).partition(b"\n")[0]
         header = parse_json(self.header)
@@ -126,22 +126,22 @@ class Index:
     def strings(self, name: str) -> Strings:
         column = self._columns.get(name)
         if not isinstance(column, Strings):
-            raise self.damaged()
+            raise self.damaged_error()
         return column
 
     def numbers(self, name: str, n: int) -> Numbers:
         """The column of this name, which must have n numbers."""
         column = self._columns.get(name)
         if not isinstance(column, Numbers) or len(column) != n:
-            raise self.damaged()
+            raise self.damaged_error()
         return column
 
     def examples(self, name: str) -> Sequence[int]:
-        """See `RecordSource`; the facts hold them, as indices of the strings "names"."""
+        """See `RecordSource.examples`; the facts hold the examples by name, as indices of the strings "names"."""
         indices = self.facts.get("examples")
         indices, n = indices.get(name, []) if isinstance(indices, Mapping) else None, len(self.strings("names"))
         if not (isinstance(indices, list) and all(type(index) is int and 0 <= index < n for index in indices)):
-            raise self.damaged()
+            raise self.damaged_error()
         return indices
 
     def read(self, offset: int, size: int) -> bytes:
@@ -151,7 +151,7 @@ class Index:
         except (OSError, OverflowError, MemoryError):  # such as a file on another machine that was replaced
             content = b""
         if len(content) != size:
-            raise self.damaged()
+            raise self.damaged_error()
         return content
 
     def _pread(self, size: int, offset: int) -> bytes:
@@ -159,7 +159,7 @@ class Index:
             return self._content[offset : offset + size]
         return os.pread(self._content.fileno(), size, offset)
 
-    def damaged(self) -> ValueError:
+    def damaged_error(self) -> ValueError:
         return ValueError(f"the list of samples {self._path!r} was damaged or replaced: delete it, and start again")
 
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[Any, ...]]:
@@ -188,8 +188,8 @@ class Strings:
         return self._n
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, self._n, _STRINGS_PER_READ):
-            yield from self._read_strings(first, min(_STRINGS_PER_READ, self._n - first))
+        for first in range(0, self._n, _STRINGS_AT_ONCE):
+            yield from self._read_strings(first, min(_STRINGS_AT_ONCE, self._n - first))
 
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < self._n:
@@ -199,7 +199,7 @@ class Strings:
     def _read_strings(self, first: int, n: int) -> list[str]:
         ends = array("q", self._index.read(self._offset + 8 * first, 8 * (n + 1)))
         if not 0 <= ends[0] <= ends[-1] <= self._n_bytes:
-            raise self._index.damaged()
+            raise self._index.damaged_error()
         content = self._index.read(self._offset + 8 * (self._n + 1) + ends[0], ends[-1] - ends[0])
         return [os.fsdecode(content[begin - ends[0] : end - ends[0]]) for begin, end in itertools.pairwise(ends)]
 
@@ -224,52 +224,53 @@ class Numbers:
 
 
 def cached_index(
-    path: str, kind: str, make: Callable[[], IndexData], *, depends: str = "", fewest: int = FEWEST
+    path: str, kind: str, build: Callable[[], IndexData], *, depends: str = "", fewest: int = FEWEST
 ) -> Index:
     """The index of the file or folder `path`, from an earlier start if nothing has changed since.
 
     An index of at least `fewest` strings is cached in a file that all processes of a machine read; if they start at
-    once, one makes the file and the others wait. Raises what `make` raises.
+    once, one writes the file and the others wait. Raises what `build` raises.
 
     Args:
         kind: Distinguishes the indices of one path.
-        depends: What else the index depends on, such as the size of a file; if it changes, the index is made again.
+        depends: Describes what else the index depends on, such as the size of a file; if this text changes, the index
+            is built again.
     """
     key = [_VERSION, sys.byteorder, kind]
-    caches = _cache_paths(path, kind)
+    paths = _cache_paths(path, kind)
 
     def read_cached() -> Index | None:
-        return next((index for cache in caches if (index := _read_cache(cache, path, key, depends))), None)
+        return next((index for cache in paths if (index := _read_cache(cache, path, key, depends))), None)
 
     if index := read_cached():
         return index
     with one_process_at_a_time(path, kind) as has_waited:
         if not has_waited:
-            return read_cached() or _make_index(caches, path, make, key, depends, fewest)
-    # A process that has waited in vain makes the index without the lock; otherwise all would make it one after the
-    # other.
-    return read_cached() or _index_in_memory(make(), key, depends)
+            return read_cached() or _build_index(paths, path, build, key, depends, fewest)
+    # A process that waited without getting an index builds one without the lock: with the lock, all processes would do
+    # so one after the other.
+    return read_cached() or _index_in_memory(build(), key, depends)
 
 
-def _make_index(
-    caches: list[str], path: str, make: Callable[[], IndexData], key: list[Any], depends: str, fewest: int
+def _build_index(
+    cache_paths: list[str], path: str, build: Callable[[], IndexData], key: list[Any], depends: str, fewest: int
 ) -> Index:
-    """The index of what `make` returns. It is cached if it is long, and no file has changed so recently that a further
-    change could leave its time the same."""
+    """The index of what `build` returns. It is cached if it is long, and no file changed so recently that another
+    change could leave its time of modification the same."""
     begin_ns = time.time_ns()
-    data = make()
+    data = build()
     n = sum(len(column) for column in data.columns.values() if isinstance(column, PackedStrings))
-    is_settled = data.watched is None or data.watched.newest_ns < begin_ns - _CLOCK_TICK_NS
-    for cache in caches if n >= fewest and is_settled else ():
+    is_settled = data.dependencies is None or data.dependencies.newest_ns < begin_ns - _CLOCK_TICK_NS
+    for cache_path in cache_paths if n >= fewest and is_settled else ():
         with contextlib.suppress(OSError):
-            _write_cache(cache, path, _serialize(data, key, depends))
-            return _read_cache(cache, path, key, depends) or _index_in_memory(data, key, depends)
+            _write_cache(cache_path, path, _serialize(data, key, depends))
+            return _read_cache(cache_path, path, key, depends) or _index_in_memory(data, key, depends)
     return _index_in_memory(data, key, depends)
 
 
 def _serialize(data: IndexData, key: list[Any], depends: str) -> list[bytes | memoryview]:
     """The content of an index: a line of JSON, and the columns."""
-    columns = {_DEPENDENCIES: data.watched.lines if data.watched else PackedStrings(), **data.columns}
+    columns = {_DEPENDENCIES: data.dependencies.lines if data.dependencies else PackedStrings(), **data.columns}
     descriptions, parts = list[Any](), list[bytes | memoryview]()
     for name, column in columns.items():
         parts += column.buffers if isinstance(column, PackedStrings) else [memoryview(column).cast("B")]
@@ -279,7 +280,7 @@ def _serialize(data: IndexData, key: list[Any], depends: str) -> list[bytes | me
 
 
 def _index_in_memory(data: IndexData, key: list[Any], depends: str) -> Index:
-    return Index(b"".join(_serialize(data._replace(watched=None), key, depends)), "in memory")
+    return Index(b"".join(_serialize(data._replace(dependencies=None), key, depends)), "in memory")
 
 
 def _cache_paths(path: str, kind: str) -> list[str]:
@@ -301,13 +302,13 @@ def _machine_path(path: str) -> bytes:
     return os.fsencode(f"{socket.gethostname()}:{path}")
 
 
-def _write_cache(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Write the file whole or not at all, readable by all who may read `path`. Raises OSError."""
-    folder, name = os.path.split(cache)
+def _write_cache(cache_path: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
+    """Write the file whole or not at all; its readers are those of `path`. Raises OSError."""
+    folder, name = os.path.split(cache_path)
     os.makedirs(folder, exist_ok=True)
     # One name per machine, so that the leftover of a killed process is deleted; hashed, because `name` may be long.
     temporary_name = f".index-{fingerprint_of([_machine_path(name)])[:16]}"
-    with replacing(Path(cache), name=temporary_name, mode=None, is_synced=False) as temporary:
+    with replacing(Path(cache_path), name=temporary_name, mode=None, is_synced=False) as temporary:
         with create(temporary, 0o600) as file:
             for part in parts:
                 file.write(part)
@@ -315,14 +316,14 @@ def _write_cache(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> 
         temporary.chmod(readers | 0o600)
 
 
-def _read_cache(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
+def _read_cache(cache_path: str, path: str, key: list[Any], depends: str) -> Index | None:
     """The index in a file; None if there is no such file, or it is another index, out of date, or damaged."""
     try:
-        file = open_regular(cache)
+        file = open_regular(cache_path)
     except (OSError, ValueError):
         return None
     try:
-        index = Index(file, cache)
+        index = Index(file, cache_path)
         if (index.key, index.depends) == (key, depends) and _is_unchanged(path, index.strings(_DEPENDENCIES)):
             return index
     except READ_ERRORS:
@@ -365,8 +366,8 @@ def fingerprint_of(parts: Iterable[bytes | memoryview]) -> str:
 
 @contextlib.contextmanager
 def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
-    """Wait while another process of this user on this machine is inside with the same path and key; yields whether it
-    had to wait. Without locks on the file system nobody waits: the lock only saves work."""
+    """Context that only one process of this user on this machine enters at a time for a path and key; yields whether
+    this process had to wait. On a file system without locks no process waits: the lock only saves work."""
     has_waited = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -376,14 +377,14 @@ def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 raise PermissionError("another user, who could hold the lock for ever, has made it")
             offset = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
-            while not _try_lock(file, offset):  # poll: a blocked call would look like one that hangs
+            while not _try_lock(file, offset):  # poll, because a blocking call would look like one that hangs
                 has_waited = True
                 time.sleep(0.1)
         yield has_waited
 
 
 def _try_lock(file: BinaryIO, offset: int) -> bool:
-    """Lock a byte; whether that succeeded. Raises OSError where there are no locks."""
+    """Lock a byte; returns whether that succeeded. Raises OSError where there are no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
     except (BlockingIOError, PermissionError):

@@ -19,7 +19,7 @@ from . import remote
 from .files import is_url, redact
 from .index import Dependencies, IndexData, PackedStrings, cached_index, fingerprint_of, status_of
 from .record import FieldSpec
-from .rows import OTHER_NAMES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
+from .rows import COLUMN_ALIASES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
@@ -34,9 +34,9 @@ class ManifestSource(Rows):
 
     Columns, or keys of the objects:
 
-    - path, or file_name: of the file, relative to the manifest; - start_seconds, end_seconds, or start_s, end_s
-    (optional): the part of a long file that is the sample; - the columns of the other specs: cells (`as_cells`), a path
-    relative to the manifest, or a list of numbers.
+    - path, or file_name: of the file, relative to the manifest;
+    - start_seconds, end_seconds, or start_s, end_s (optional): the part of a long file that is the sample;
+    - the columns of the other specs: cells (`as_cells`), a path relative to the manifest, or a list of numbers.
 
     The manifest is read once; the rows of a long one are cached for later starts. Whether a file exists is not checked
     before it is read. Raises ValueError, in one line, if the manifest cannot be parsed or has no rows.
@@ -45,13 +45,10 @@ class ManifestSource(Rows):
     shards: Sequence[range] | None = None
 
     def __init__(self, path: str, specs: Sequence[FieldSpec]) -> None:
-        columns: dict[FieldSpec, Sequence[str]] = {
-            specs[0]: ("path",),
-            **{spec: columns_of(spec) for spec in specs[1:]},
-        }
+        columns = {spec: columns_of(spec) if number else ("path",) for number, spec in enumerate(specs)}
         keys = list(dict.fromkeys(itertools.chain(*columns.values())))
 
-        def make() -> IndexData:
+        def build() -> IndexData:
             dependencies, rows, filled, names = Dependencies(), PackedStrings(), set[str](), dict[str, None]()
             if not is_url(path):
                 dependencies.add("", status_of(path))  # before it is read, so that no later change is missed
@@ -64,12 +61,12 @@ class ManifestSource(Rows):
             return IndexData({"rows": rows}, fingerprint_of(rows.buffers), facts, dependencies)
 
         depends = _read_version(path) if is_url(path) else ""
-        index = cached_index(path, json.dumps(["manifest", specs[0].noun, *keys]), make, depends=depends)
+        index = cached_index(path, json.dumps(["manifest", specs[0].noun, *keys]), build, depends=depends)
         self._rows, self.fingerprint = index.strings("rows"), index.fingerprint
         filled, names = (index.facts.get(name) for name in ("filled", "names"))
         if not (isinstance(filled, list) and isinstance(names, list)):
-            raise index.damaged()
-        self._damaged = index.damaged
+            raise index.damaged_error()
+        self._damaged_error = index.damaged_error
         self.skipped = unread_line(redact(path), map(str, names), {"path", "file_name", *TIMES, *keys})
         filled_columns = {spec: [name for name in names if name in filled] for spec, names in columns.items()}
         super().__init__(filled_columns, os.path.dirname(path))
@@ -81,13 +78,13 @@ class ManifestSource(Rows):
     def cells(self, index: int) -> Mapping[str, Any]:
         row = parse_json(self._rows[index].encode())
         if not isinstance(row, Mapping):  # another user may have written the index
-            raise self._damaged()
+            raise self._damaged_error()
         return row
 
     def describe(self, index: int) -> str:
-        """The path of the file; for a row without one, the number of the row, for the line about the bad sample."""
+        """The path of the file; for a row without one, the manifest and the number of the row."""
         try:
-            return redact(self.joined(self._path_in_row(index)))
+            return redact(self.resolve_path(self._path_in_row(index)))
         except (OSError, ValueError):
             return f"{redact(self._path)}[{index}]"
 
@@ -109,10 +106,11 @@ def _read_version(address: str) -> str:
 def _read_rows(
     path: str, specs: Sequence[FieldSpec], keys: Sequence[str], names: dict[str, None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """For each row, a JSON object of its path, its times, and its cells in the columns `keys`; and the names of these
-    columns. Adds the names of the first columns of all to `names`. Raises ValueError with path and line."""
+    """For each row, a JSON object of its path, its times, and its cells in the columns `keys`; and the names of the
+    columns that are not empty. Adds the first `_MOST_COLUMNS` names of columns to `names`. Raises ValueError with path
+    and line."""
     example = json.dumps({"path": "...", **{columns_of(spec)[0]: "..." for spec in specs if spec.as_cells}})
-    numbers = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
+    array_columns = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
     lines: _Lines | None = None
     try:
         raw = io.BufferedReader(remote.open_file(path)) if is_url(path) else open_regular(path)  # type: ignore[type-var]
@@ -124,10 +122,10 @@ def _read_rows(
             endings = specs[0].all_endings
             for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):
                 names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
-                cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
+                cells = {**{name: cells[alias] for alias, name in COLUMN_ALIASES.items() if alias in cells}, **cells}
                 start, end = seconds_of(cells)
                 row = {name: cells[name] for name in keys if cells.get(name) not in (None, "")}
-                for name in numbers & row.keys():
+                for name in array_columns & row.keys():
                     if isinstance(row[name], str) and row[name].startswith("["):  # a list in the cell of a table
                         row[name] = parse_json(row[name].encode())
                 row |= {"path": path_of(cells, specs[0].noun), **({"start_seconds": start} if start else {})}
@@ -136,7 +134,7 @@ def _read_rows(
     except OSError as error:
         raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
-        # Text is decoded in blocks, the failed one of which begins after the lines that were read.
+        # Text is decoded in blocks; the one that failed begins after the lines that were read.
         number = (lines.number if lines else 0) + len((error.object[: error.start] + b".").splitlines())
         raise ValueError(f"{path}, line {number}: it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
     except (ValueError, csv.Error) as error:
@@ -147,8 +145,8 @@ def _read_rows(
 
 
 class _Lines:
-    """The lines of a file; `number` is that of the last one, and `row` the lines of the current row. Raises ValueError
-    at a line that is too long: a file may be a single endless line."""
+    """The lines of a file; `number` is that of the last line read, and `row` the lines of the current row. Raises
+    ValueError at a line that is too long, because a file may be a single line."""
 
     def __init__(self, file: io.TextIOBase) -> None:
         self._file, self.number, self.row = file, 0, list[str]()
@@ -181,8 +179,8 @@ def _read_objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a .csv, whose quoted cells may contain line breaks; or of a .tsv, in which each line is a row.
-    `endings`: of files; by these, lines inside a cell are recognised as rows after an unclosed quotation mark."""
+    """The rows of a .csv, whose quoted cells may contain line breaks; or of a .tsv, in which each line is a row. A line
+    inside a cell with a cell that ends in one of `endings` is a row after an unclosed quotation mark."""
     csv.field_size_limit(_LONGEST_LINE)  # a list of numbers in a cell is long
     rows = csv.reader(lines, strict=True) if delimiter == "," else map(_cells_of_tsv, lines)
     header = [name.strip() for name in next(rows, [])]
@@ -199,9 +197,8 @@ def _read_table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iter
             raise ValueError("a cell in quotes goes on over several lines, and in a .tsv each is a row: write .csv")
         if len(cells) > len(header):
             hint = 'put a cell with a comma into "double quotes"' if delimiter == "," else "no cell may contain a tab"
-            raise ValueError(
-                f"it has {len(cells)} cells, but the first line names {counted(len(header), 'column')}: {hint}"
-            )
+            named = counted(len(header), "column")
+            raise ValueError(f"it has {len(cells)} cells, but the first line names {named}: {hint}")
         if any(cell.strip() for cell in cells):
             yield dict(zip(header, cells, strict=False))
         lines.row.clear()

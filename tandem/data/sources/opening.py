@@ -23,8 +23,8 @@ from .tar import TarSource, number_of
 
 _BRACES = re.compile(r"\{([^{}]*(?:,|\.\.)[^{}]*)\}")
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
-_ON_SERVERS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
-_MOST_FILES = 1 << 20  # of a pattern
+_SERVER_ENDINGS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
+_MAX_FILES = 1 << 20  # of a pattern
 _LONGEST_QUOTE = 200
 
 
@@ -37,8 +37,8 @@ def open_source(
     end_shard: int | None = None,
     shard_width: int = 6,
 ) -> RecordSource:
-    """The samples of a path: a folder of files, or of tars; one .tar, a pattern (`tars/*.tar`) or a range of them
-    (`{000..010}.tar`), or a path with `{}` for the number; a manifest; one .arrow or .parquet, a folder, a pattern or a
+    """The samples of a path: a folder of files; a manifest; a .tar, a folder of tars, a pattern (`tars/*.tar`) or a
+    range of them (`{000..010}.tar`), or a path with `{}` for the number; a .arrow or .parquet, a folder, a pattern or a
     range of them.
 
     Args:
@@ -61,14 +61,14 @@ def open_source(
         elif len(paths) == 1 and _all_end_with(paths, MANIFEST_ENDINGS):
             source = ManifestSource(paths[0], field_specs)
         else:
-            raise _no_set_error(path, paths, f"{field_specs[0].noun}s")
+            raise _unknown_source_error(path, paths, f"{field_specs[0].noun}s")
     if selects_tars:
         raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
     return source
 
 
 def _find_files(path: str) -> Files | None:
-    """The files that a path names; for a folder on a server, all tars or tables in it; None for a local folder."""
+    """The files of a path; of a folder on a server, all tars or tables in it; None for a local folder."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
     if not is_url(path):
@@ -76,20 +76,20 @@ def _find_files(path: str) -> Files | None:
             return Files([path]) if os.path.isfile(path) else None
         return Files(expand_pattern(path)) if _BRACES.search(path) or glob.has_magic(path) else None
     remote.check_address(path)
-    if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _ON_SERVERS):
+    if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _SERVER_ENDINGS):
         return Files(expand_pattern(path))
-    files = remote.listed(path)
-    set_files = [file for file in files if _all_end_with([file], (".tar",))]
-    if not set_files:
-        set_files = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
-        check_alike(path, set_files)
-    others = Counter(map(ending_of, {*files} - {*set_files}))
+    files = remote.list_addresses(path)
+    shards = [file for file in files if _all_end_with([file], (".tar",))]
+    if not shards:
+        shards = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
+        check_alike(path, shards)
+    others = Counter(map(ending_of, {*files} - {*shards}))
     skipped = skipped_line("file", repr(redact(path)), others.total(), about_skipped(others))
-    return Files(set_files, skipped=skipped) if set_files else Files(files)
+    return Files(shards, skipped=skipped) if shards else Files(files)
 
 
 def _open_folder(path: str, field_specs: Sequence[FieldSpec], demo: str) -> RecordSource | Files:
-    """The files or tables below a folder, or the paths of tars there."""
+    """The source of the files or tables below a folder, or the paths of the tars there."""
     try:
         folder = FolderSource(path, field_specs, demo)
     except NothingFoundError:
@@ -108,7 +108,7 @@ def _all_end_with(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
     return all(redact(path).lower().endswith(endings) for path in paths)
 
 
-def _no_set_error(path: str, files: Sequence[str], noun: str) -> ValueError:
+def _unknown_source_error(path: str, files: Sequence[str], noun: str) -> ValueError:
     hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {noun}, or tars"
     if is_url(path):
         hint = "give tars, tables or a manifest, which may list single files on a server"
@@ -145,22 +145,22 @@ def expand_pattern(pattern: str) -> list[str]:
     address with a password."""
     if is_url(pattern):
         remote.check_address(pattern)
-    n, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
+    n_paths, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
     for choices in _BRACES.findall(pattern):
         bounds = _RANGE.fullmatch(choices)
-        n *= int(bounds[2]) - int(bounds[1]) + 1 if bounds else choices.count(",") + 1
-        if n < 1:
+        n_paths *= int(bounds[2]) - int(bounds[1]) + 1 if bounds else choices.count(",") + 1
+        if n_paths < 1:
             raise ValueError(f"the range {{{choices}}} in {quoted} is empty: write the smaller number first")
-    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
-    if not 0 < len(paths) <= _MOST_FILES:
-        raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
+    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MAX_FILES + 1)] if n_paths <= _MAX_FILES else []
+    if not 0 < len(paths) <= _MAX_FILES:
+        raise ValueError(f"{quoted} stands for more than {_MAX_FILES} files: name fewer at a time")
     if is_url(pattern):  # missing files are reported when they are opened
-        return [file for path in paths for file in (remote.listed(path) if remote.is_pattern(path) else [path])]
+        return [file for path in paths for file in (remote.list_addresses(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):
         paths = sorted(match for path in paths for match in glob.glob(path))
         if not paths:
             raise ValueError(f"no file is named like {pattern!r}")
     elif missing := [path for path in paths if not os.path.exists(path)]:
-        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
-        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
+        missing_text = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
+        raise ValueError(f"{missing_text}, the first is {missing[0]!r}")
     return paths

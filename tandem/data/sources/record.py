@@ -1,4 +1,5 @@
-"""Records, the stored content of samples, and references to their files: a whole file, a part of a tar, or memory."""
+"""Records, which hold the content of samples; and references to files: a whole file, a part of a tar, or bytes in
+memory."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ MOST_EXAMPLES = 100
 
 
 class FieldSpec(NamedTuple):
-    """What a field reads from the records of a source. Every file, member or row with the content of the script's first
-    `FieldSpec` is a sample; the content of the others stands beside it.
+    """What a field reads from the records of a source. Every file, member or row with content of a script's first
+    `FieldSpec` is a sample; content of the other ones is found beside it.
 
     Args:
         name: The key in a record.
         noun: What messages call it, in the singular.
-        endings: Of its files, lower case, with the dot; matched in any case of letters. Of several files the one whose
-            ending comes first is taken.
+        endings: Of its files, in lower case, with the dot; the case of a file's ending does not matter. Of several
+            files the one whose ending comes first is taken.
         columns: Names of its columns in tables and manifests, and keys of the items of a user's dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
         as_cells: For texts: a record holds the row's cells of all these columns, by column. Otherwise it holds the
@@ -48,8 +49,8 @@ class FieldSpec(NamedTuple):
 
 
 class FileRef(NamedTuple):
-    """A file, or a byte range of a file; and the time range of a sound or video from which clips are cut. `member` is
-    the name of the file inside a tar; `content` is a file in memory, of `size` bytes (`in_memory`)."""
+    """A file, or a byte range of one; and, for a sound or video, the time range from which clips are cut. `member` is
+    the name of the file inside a tar. `content` is set if the file is in memory (see `in_memory`)."""
 
     path: str
     offset: int = 0
@@ -61,7 +62,7 @@ class FileRef(NamedTuple):
 
     @classmethod
     def in_memory(cls, content: Any, path: str, member: str = "") -> FileRef:
-        """The bytes of a file, from something with the buffer protocol; `path` is what messages call it."""
+        """A file in memory: `content` has the buffer protocol; `path` is the name in messages."""
         return cls(path, 0, len(content), member=member, content=content)
 
     @property
@@ -91,9 +92,9 @@ class Files(NamedTuple):
     skipped: str = ""
 
 
-# The content of a sample by `FieldSpec.name`; a name is missing where the sample lacks it. A value is an Entry; in
-# tables and manifests also a mapping of cells (`as_cells`) or a list of numbers; in a user's dataset the item; in a
-# demonstration a function that generates it.
+# The content of a sample by `FieldSpec.name`; a name is missing where the sample lacks it. A value is a `FileRef`; in
+# tables and manifests also a mapping of cells (`as_cells`) or an array of numbers; in a user's dataset the item; in a
+# demonstration a function that generates the content.
 Record = Mapping[str, Any]
 
 
@@ -110,8 +111,8 @@ class RecordSource(Protocol):
     def shards(self) -> Sequence[range] | None: ...
     def __len__(self) -> int: ...
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
-        """Raises OSError or ValueError, in one line, if it cannot be read. Only a user's dataset may be random, by its
-        seed and the arguments."""
+        """Raises OSError or ValueError, in one line, if the record cannot be read. Only items of a user's dataset are
+        random, by the seed and these arguments."""
         ...
 
     def name(self, index: int) -> str:
@@ -130,7 +131,7 @@ class RecordSource(Protocol):
 
 @contextlib.contextmanager
 def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[RandomAccessFile]:
-    """An open file, or one at an address.
+    """Open a path or a URL for random access.
 
     Args:
         is_part: Whether one of many samples in the file is read. At an address, the whole file is then fetched into the
@@ -150,20 +151,20 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Ran
 
 
 @contextlib.contextmanager
-def open_entry(entry: FileRef) -> Iterator[FileWindow | io.BytesIO]:
-    """The bytes of an entry. Raises OSError, and ValueError, in one line, if it is empty. At the end of the context it
-    raises an error of the file system that C code took for the end of the file."""
-    if entry.content is not None:
-        if not entry.size:
+def open_ref(ref: FileRef) -> Iterator[FileWindow | io.BytesIO]:
+    """Open what a `FileRef` refers to. Raises OSError, and ValueError, in one line, if it is empty. At the end of the
+    context it raises an error of the file system that C code took for the end of the file."""
+    if ref.content is not None:
+        if not ref.size:
             raise ValueError("the file is empty")
-        yield io.BytesIO(entry.content)
+        yield io.BytesIO(ref.content)
         return
-    ahead = sys.maxsize if entry.size is None else entry.size
-    with open_bytes(entry.path, is_part=entry.size is not None, ahead=ahead) as file:
-        size = file.size if entry.size is None else entry.size
+    ahead = sys.maxsize if ref.size is None else ref.size
+    with open_bytes(ref.path, is_part=ref.size is not None, ahead=ahead) as file:
+        size = file.size if ref.size is None else ref.size
         if size == 0:
             raise ValueError("the file is empty")
-        window = FileWindow(file, entry.offset, size)
+        window = FileWindow(file, ref.offset, size)
         try:
             yield window
         finally:

@@ -1,4 +1,5 @@
-"""Files in buckets and on servers, at any address that fsspec knows: read by ranges, with retries if a server fails."""
+"""Files in buckets and on servers, at any address that fsspec supports: read by ranges, with retries if a server
+fails."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from .cache import ShardCache
 from .files import CREDENTIALS, SCHEME, FileWindow, LocalFile, redact
 
 _PIECE = 16 << 20  # bytes of the longest request
-_AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
+_READ_AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
 _TRIES, _PAUSE = 5, 0.5  # attempts, and seconds before the second one; each pause is twice as long as the one before
-_SECONDS, _SLOWEST = 30.0, 1 << 18  # timeout of a request, plus a second for each so many bytes
+_SECONDS, _SLOWEST = 30.0, 1 << 18  # timeout of a request: these seconds, and one more per this many bytes
 _CONNECTIONS = 32
 _SECRET = re.compile(r"[?&;][^=&;]*(sig|token|key|secret|pass|pwd|credential|auth)[^=&;]*=", re.IGNORECASE)
 # Only this module retries requests: retries of libraries would multiply the attempts.
@@ -29,8 +30,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "max_pool_connections": _CONNECTIONS}},
     "http": {"client_kwargs": {"trust_env": True}},  # passwords are in ~/.netrc
 }
-_INSTALLED = ("s3", "http", "hf")  # protocols of the extra `remote`
-_SAME_AS = {"s3a": "s3", "https": "http"}
+_EXTRA_PROTOCOLS = ("s3", "http", "hf")  # protocols of the extra `remote`
+_PROTOCOL_ALIASES = {"s3a": "s3", "https": "http"}
 
 
 class _Info(NamedTuple):
@@ -45,7 +46,8 @@ def version(address: str) -> str:
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError, in one line, if it holds a password: run folders store flags, and others see command lines."""
+    """Raise ValueError, in one line, if an address holds a password: run folders store flags, and other users see
+    command lines."""
     if CREDENTIALS.search(address) or (_protocol(address) == "http" and _SECRET.search(address)):
         raise ValueError(
             f"{redact(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
@@ -58,7 +60,7 @@ def is_pattern(address: str) -> bool:
     return re.search(r"[*\[]", address) is not None
 
 
-def listed(pattern: str) -> list[str]:
+def list_addresses(pattern: str) -> list[str]:
     """The addresses of a pattern, or of all files below a folder, sorted.
 
     Raises ValueError, in one line, if there are none, the server lists no files, refuses access or does not answer.
@@ -74,11 +76,11 @@ def listed(pattern: str) -> list[str]:
         raise ValueError(f"cannot list {redact(pattern)!r}: {error.strerror}") from None
     if not infos:
         raise ValueError(f"no file is named like {redact(pattern)!r}")
-    fs_class, normal = _fs_class(pattern)
-    prefix = normal.rstrip("/").removesuffix(fs_class._strip_protocol(normal))
+    fs_class, lowered = _fs_class(pattern)
+    prefix = lowered.rstrip("/").removesuffix(fs_class._strip_protocol(lowered))
     addresses = {prefix + name: info for name, info in sorted(infos.items())}
     for address, info in addresses.items():
-        with contextlib.suppress(OSError):  # the server may tell more about a single file
+        with contextlib.suppress(OSError):  # a request for the single file may give what the listing lacks
             _listed_infos[address] = _parse_info(address, info)
     return [*addresses]
 
@@ -87,8 +89,8 @@ class RemoteFile:
     """A file on a server, read at random; each process requests `size` once.
 
     Args:
-        ahead: If above 0, at least so many bytes are requested at once, and the last answer is buffered: for files that
-            are read in small steps.
+        ahead: If above 0, each request asks for at least this many bytes, and the last answer is buffered: for files
+            that are read in small steps.
 
     Raises:
         OSError: in one line, without passwords; the file cannot be read.
@@ -113,7 +115,7 @@ class RemoteFile:
         return content[offset - start :][:size] if self._ahead else self._read(size, offset)
 
     def _read(self, size: int, offset: int) -> bytes:
-        if not offset and size <= _PIECE and "size" not in self.__dict__:  # the size would be another request
+        if not offset and size <= _PIECE and "size" not in self.__dict__:  # to ask for the size costs another request
             try:
                 content = self._fetch_piece(0, size, least=0)
             except OSError as error:
@@ -136,7 +138,7 @@ class RemoteFile:
 
 
 class _Window(FileWindow):
-    """A window for libraries that pass exceptions on."""
+    """A window that raises errors at once, for libraries that pass exceptions on."""
 
     def readinto(self, buffer: Any) -> int:
         n = super().readinto(buffer)
@@ -150,7 +152,7 @@ def open_file(address: str, is_part: bool = False) -> BinaryIO:
     OSError and ValueError, in one line."""
     if is_part and (local := _open_cached(address)) is not None:
         return local
-    file = RemoteFile(address, _AHEAD)
+    file = RemoteFile(address, _READ_AHEAD)
     return cast(BinaryIO, _Window(file, 0, file.size))
 
 
@@ -161,12 +163,12 @@ def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
         with local:
             yield LocalFile(local.fileno())
     else:
-        yield RemoteFile(address, min(ahead, _AHEAD))
+        yield RemoteFile(address, min(ahead, _READ_AHEAD))
 
 
 def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str] = (), at_once: int = 1) -> None:
-    """From now on, cache whole shards in a folder of the local disk, at most `cache_gb` * 10^9 bytes; None: read by
-    ranges. It holds for processes forked later, too.
+    """Cache whole shards in a folder of the local disk from now on, at most `cache_gb` * 10^9 bytes; None: read by
+    ranges. This setting holds for processes forked later, too.
 
     Args:
         shards: Addresses of the training shards, of which `at_once` are read at a time: only these are cached; without
@@ -195,11 +197,9 @@ def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
 
     def fetch() -> None:
         for address in shard_addresses[first:] + shard_addresses[:first]:
-            with (
-                contextlib.suppress(OSError, ValueError),
-                contextlib.ExitStack() as stack,
-            ):  # the reader gets the error, too
-                stack.enter_context(_open_cached(address) or contextlib.nullcontext())
+            with contextlib.suppress(OSError, ValueError):  # the reader of the shard gets the error, too
+                if file := _open_cached(address):
+                    file.close()
 
     threading.Thread(target=fetch, daemon=True).start()
 
@@ -209,7 +209,8 @@ _cached_addresses: frozenset[str] = frozenset()
 
 
 def _open_cached(address: str) -> BinaryIO | None:
-    """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the server."""
+    """The local copy of a shard; None if it is not to be cached, or the cache has no room or fails. Raises errors of
+    the server."""
     if _cache is None or (_cached_addresses and address not in _cached_addresses):
         return None
     size, file_version = _fetch_info(address)
@@ -226,10 +227,10 @@ def _protocol(address: str) -> str:
     match = SCHEME.match(address)
     assert match is not None, address
     scheme = match[1].lower()
-    return _SAME_AS.get(scheme, scheme)
+    return _PROTOCOL_ALIASES.get(scheme, scheme)
 
 
-_listed_infos: dict[str, _Info] = {}  # from listings, each until it is used
+_listed_infos: dict[str, _Info] = {}  # from listings, by address; `_fetch_info` removes what it returns
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -249,8 +250,8 @@ def _parse_info(address: str, info: Mapping[str, Any]) -> _Info:
 
 @functools.lru_cache(maxsize=64)
 def _make_filesystem(pid: int, thread: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    """A file system of fsspec, one per process, because the threads of its connections do not survive a fork; if it is
-    not asynchronous, one per thread, because its connections serve one request at a time."""
+    """A file system of fsspec: one per process, because the threads of its connections do not survive a fork; and one
+    per thread if it is not asynchronous, because its connections then serve one request at a time."""
     import fsspec
 
     filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **_OPTIONS.get(protocol, {}), **dict(options))
@@ -269,7 +270,7 @@ def _fs_class(address: str) -> tuple[Any, str]:
         fs_class = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         package = error.name or getattr(error.__cause__, "name", None)  # fsspec's own errors have no name, but a cause
-        if package and (package == "fsspec" or protocol in _INSTALLED):
+        if package and (package == "fsspec" or protocol in _EXTRA_PROTOCOLS):
             raise missing_package(redact(address), package, "remote") from None
         raise ValueError(f"{redact(address)} needs a package for {protocol}:// ({error})") from None
     except ValueError:
@@ -291,7 +292,8 @@ def _filesystem(fs_class: Any, address: str) -> tuple[Any, str]:
 
 
 async def _fetch_range(http: Any, address: str, start: int, end: int) -> bytes:
-    """These bytes of a file on a web server, and one more if it sends more: it may ignore the range and send all."""
+    """Bytes start .. end - 1 of a file on a web server. A server may ignore the range and send the whole file: then one
+    byte more is returned."""
     session = await http.set_session()
     content = bytearray()
     async with session.get(http.encode_url(address), headers={"Range": f"bytes={start}-{end - 1}"}) as answer:
@@ -306,18 +308,18 @@ async def _fetch_range(http: Any, address: str, start: int, end: int) -> bytes:
 def _request(
     address: str, method: str, check: Callable[[Any], None] = lambda _: None, size: int = 0, **arguments: Any
 ) -> Any:
-    """The result of a method of the file system for a file, of about `size` bytes. `check` raises OSError if it is
-    incomplete. Failures are retried with growing pauses, unless a retry would fail, too.
+    """The result, of about `size` bytes, of a method of the file system for a file. `check` raises OSError if the
+    result is incomplete. Failures are retried with growing pauses, unless a retry would fail, too.
 
     Raises OSError and ValueError, in one line that quotes no server and no library, whose texts may hold passwords.
     """
-    fs_class, normal = _fs_class(address)
+    fs_class, lowered = _fs_class(address)
     seconds = _SECONDS + size / _SLOWEST
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
         try:
-            filesystem, path = _filesystem(fs_class, normal)
+            filesystem, path = _filesystem(fs_class, lowered)
             if filesystem.async_impl:
                 from fsspec.asyn import sync
 

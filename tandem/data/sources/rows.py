@@ -16,11 +16,11 @@ from .files import is_url, match_unicode_form
 from .record import MOST_EXAMPLES, FieldSpec, FileRef, Record, RecordSource
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
-OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
+COLUMN_ALIASES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
 _LATEST = 1e9  # seconds; about thirty years
 _LONGEST_QUOTE = 40
-_MOST_NAMES = 8
-_UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
+_MAX_LISTED_COLUMNS = 8
+_IMPOSSIBLE_CHARACTERS = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
 
 
 class Rows:
@@ -42,13 +42,14 @@ class Rows:
         raise NotImplementedError
 
     def cells(self, index: int) -> Mapping[str, Any]:
-        """The cells of a row by column: for a file its content, its path, or a mapping of both, "bytes" and "path"; for
-        an embedding a list or array of numbers. Raises ValueError, in one line, if they cannot be read."""
+        """The cells of a row by column. The cell of a file is its content, its path, or a mapping of both, "bytes" and
+        "path"; that of an embedding is a list or array of numbers. Raises ValueError, in one line, if they cannot be
+        read."""
         raise NotImplementedError
 
     def times(self) -> Iterator[Mapping[str, Any]]:
-        """The cells of `TIMES` of all rows, perhaps among others; nothing if no row has any. Raises ValueError, in one
-        line, as `cells` does."""
+        """For each row its cells in the columns `TIMES`, perhaps among others; nothing if there is no such column.
+        Raises what `cells` raises."""
         return map(self.cells, range(len(self)))
 
     def describe(self, index: int) -> str:
@@ -71,7 +72,7 @@ class Rows:
         has_column = any(spec.name == name and columns for spec, columns in self.columns.items())
         return range(min(len(self), MOST_EXAMPLES) if has_column else 0)
 
-    def joined(self, path: str) -> str:
+    def resolve_path(self, path: str) -> str:
         """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
         file of this machine."""
         if is_url(path):
@@ -81,11 +82,11 @@ class Rows:
         return os.path.join(self._folder, path if is_url(self._folder) else os.path.expanduser(path))
 
     def _parse_cell(self, spec: FieldSpec, cell: Any, index: int) -> Any:
-        """The file or the numbers of a cell, None if it is empty."""
+        """The file or the numbers of a cell; None if it is empty."""
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
-            full_path = self.joined(path_of({"path": path}, spec.noun)) if path else ""
+            full_path = self.resolve_path(path_of({"path": path}, spec.noun)) if path else ""
             return FileRef(full_path if is_url(full_path) else match_unicode_form(full_path)) if path else None
         if isinstance(content, bytes | memoryview):
             return FileRef.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
@@ -96,36 +97,38 @@ class Rows:
             raise ValueError(f"its {spec.noun} is no list of numbers, nor lists of equally many") from None
 
 
-def parts_of(source: RecordSource) -> list[str]:
-    """The part of each record in its file, in seconds, or its invalid cells; empty if all are whole files."""
-    parts = [*map(_describe_part, source.times())] if isinstance(source, Rows) else []
-    return parts if {*parts} - {_describe_part({})} else []
+def time_ranges(source: RecordSource) -> list[str]:
+    """A text for each record: its start and end in its file, in seconds, or its invalid cells. Empty if all records are
+    whole files."""
+    ranges = [*map(_describe_range, source.times())] if isinstance(source, Rows) else []
+    return ranges if {*ranges} - {_describe_range({})} else []
 
 
-def _describe_part(cells: Mapping[str, Any]) -> str:
+def _describe_range(cells: Mapping[str, Any]) -> str:
     try:
         start, end = seconds_of(cells)
-    except ValueError:  # the sample is bad when it is read
+    except ValueError:  # it is raised again when the sample is read
         return repr([cells.get(name) for name in TIMES])
     return f"{start} {end}"
 
 
 def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
     """A line about the columns of a table or manifest that are not read; "" if there are none."""
-    unread = [*itertools.islice((name for name in names if name and name not in read), _MOST_NAMES + 1)]
-    texts = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
+    unread = [*itertools.islice((name for name in names if name and name not in read), _MAX_LISTED_COLUMNS + 1)]
+    texts = [printable(name[:_LONGEST_QUOTE]) for name in unread]
+    texts[_MAX_LISTED_COLUMNS:] = ["..."] * (len(unread) > _MAX_LISTED_COLUMNS)
     return f"columns of {path!r} that are not read: {', '.join(texts)}" if texts else ""
 
 
-def columns_of(wanted: FieldSpec) -> tuple[str, ...]:
+def columns_of(spec: FieldSpec) -> tuple[str, ...]:
     """The columns of a `FieldSpec`, in order of preference."""
-    return wanted.columns or (wanted.name,)
+    return spec.columns or (spec.name,)
 
 
 def path_of(cells: Mapping[str, Any], noun: str) -> str:
-    """The path of a row. Raises ValueError, in one line, if it has none that is possible."""
+    """The path of a row. Raises ValueError, in one line, if it has none, or one that no file can have."""
     path = cells.get("path")
-    if not isinstance(path, str) or not path.strip() or not _UNNAMEABLE.isdisjoint(path):
+    if not isinstance(path, str) or not path.strip() or not _IMPOSSIBLE_CHARACTERS.isdisjoint(path):
         raise ValueError(f'it has no "path" of a {noun}')
     return path.strip()
 
@@ -133,7 +136,7 @@ def path_of(cells: Mapping[str, Any], noun: str) -> str:
 def seconds_of(cells: Mapping[str, Any]) -> tuple[float, float]:
     """The start and the end of a sample in its file, from the columns `TIMES`, all optional. Raises ValueError, in one
     line, if they are impossible."""
-    times = {OTHER_NAMES.get(name, name): cells[name] for name in TIMES if cells.get(name) not in (None, "")}
+    times = {COLUMN_ALIASES.get(name, name): cells[name] for name in TIMES if cells.get(name) not in (None, "")}
     start, end = _parse_seconds(times, "start_seconds", 0.0), _parse_seconds(times, "end_seconds", math.inf)
     if end <= start:
         raise ValueError(f"it ends at {end:g} s, not after its start at {start:g} s")

@@ -36,14 +36,14 @@ from .record import FieldSpec, FileRef, Files, open_bytes
 from .rows import TIMES, Rows, columns_of, unread_line
 
 ENDINGS = (".arrow", ".parquet")
-_LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
-_KEPT_BYTES = 1 << 28  # of row groups, in each process
-_BYTES_OF_ROW = 8  # at least, of a row of a parquet file, even if it repeats the last one
+_MAX_GROUP_BYTES = 1 << 30  # bytes of a row group of a parquet file, without compression
+_CACHED_BYTES = 1 << 28  # of row groups, in each process
+_MIN_ROW_BYTES = 8  # memory of a row of a parquet file, even if the file stores it as a repetition of the last row
 _THREADS = 16
-_LONGEST_HEADER = 1 << 24  # bytes
+_MAX_HEADER_BYTES = 1 << 24  # bytes
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
-# The words in the paths of files by which the hub recognises splits.
+# The words in the paths of files from which the Hugging Face hub infers the split.
 _SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
            "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
            "evaluation": "test"}  # fmt: skip
@@ -57,7 +57,7 @@ _LISTS = ("list<", "large_list<", "fixed_size_list<")
 def saved_files(folder: str) -> Files | None:
     """The files of a folder written by `save_to_disk`, None for another folder.
 
-    Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
+    Raises ValueError, in one line, if it is damaged, holds several splits, or selects rows of the files.
     """
     state_path, splits_path = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
     try:
@@ -68,16 +68,13 @@ def saved_files(folder: str) -> Files | None:
         reason = f"cannot read {state_path!r} or {splits_path!r}: {type(error).__name__}, {reason_of(error)}"
         raise ValueError(f"{reason}: save the dataset again") from None
     if splits:
-        example = os.path.join(folder, splits[0])
-        raise ValueError(
-            f"{folder!r} holds the splits {', '.join(splits)}: give the folder of one, such as {example!r}"
-        )
+        hint = f"give the folder of one, such as {os.path.join(folder, splits[0])!r}"
+        raise ValueError(f"{folder!r} holds the splits {', '.join(splits)}: {hint}")
     if not files:
         return None
     if state.get("_indices_data_files"):  # of old versions
-        raise ValueError(
-            f"{folder!r} holds a selection of the rows of its files: call flatten_indices() and save it again"
-        )
+        hint = "call flatten_indices() and save it again"
+        raise ValueError(f"{folder!r} holds a selection of the rows of its files: {hint}")
     if outside := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
         raise ValueError(f"{state_path!r} names {outside[0]!r}, which is no file of its folder")
     return Files([os.path.join(folder, name) for name in files], folder)
@@ -100,7 +97,7 @@ def tables_below(folder: str) -> Files | None:
 
 
 def check_alike(folder: str, names: Sequence[str]) -> None:
-    """Raises ValueError, in one line, if the tables of a folder are of both kinds, or of several splits."""
+    """Raise ValueError, in one line, if the tables of a folder are of both kinds, or of several splits."""
     if len({os.path.splitext(name)[1].lower() for name in names}) > 1:
         raise ValueError(f"{folder!r} holds Arrow and parquet files: give those of one kind, as a pattern")
     splits = {split: name for name in reversed(names) if (split := _find_split(name))}
@@ -125,29 +122,29 @@ class TableSource(Rows):
     """
 
     def __init__(self, files: Files, specs: Sequence[FieldSpec]) -> None:
-        try:  # here, so that loader workers forked later need not
+        try:  # imported here, so that loader workers forked later need not
             import pyarrow.parquet  # noqa: F401
         except ImportError:
             raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
         self._arguments, self.paths = (files, tuple(specs)), files.paths
         with ThreadPoolExecutor(_THREADS) as threads:  # a server answers slowly
             open_files = [*threads.map(_open_table, files.paths)]
-        kinds, features = _read_types(open_files[0].schema), _read_features(open_files[0].schema)
-        columns: dict[FieldSpec, Sequence[str]] = {specs[0]: [_find_column(kinds, features, specs[0], files.paths[0])]}
+        types, features = _read_types(open_files[0].schema), _read_features(open_files[0].schema)
+        columns: dict[FieldSpec, Sequence[str]] = {specs[0]: [_find_column(types, features, specs[0], files.paths[0])]}
         for spec in specs[1:]:
-            present = [name for name in columns_of(spec) if name in kinds]
-            columns[spec] = [name for name in present if _TEXT.fullmatch(kinds[name])] if spec.as_cells else present[:1]
+            present = [name for name in columns_of(spec) if name in types]
+            columns[spec] = [name for name in present if _TEXT.fullmatch(types[name])] if spec.as_cells else present[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
-        self._times = [name for name in TIMES if name in kinds]
+        self._times = [name for name in TIMES if name in types]
         used = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
         self.classes = {name: names for name in used if isinstance(names := features.get(name, {}).get("names"), list)}
-        self.skipped = "; ".join(filter(None, (files.skipped, unread_line(files.paths[0], kinds, used))))
-        types = {name: kinds[name] for name in used}
+        self.skipped = "; ".join(filter(None, (files.skipped, unread_line(files.paths[0], types, used))))
+        used_types = {name: types[name] for name in used}
         for path, file in zip(files.paths, open_files, strict=True):
-            file_types = {name: kind for name, kind in _read_types(file.schema).items() if name in types}
-            if file_types != types:
-                last, first_types = (", ".join(f"{k}: {v}" for k, v in group.items()) for group in (file_types, types))
-                raise ValueError(f"{path!r} has the columns {last}, but {files.paths[0]!r} {first_types}")
+            file_types = {name: kind for name, kind in _read_types(file.schema).items() if name in used_types}
+            if file_types != used_types:
+                texts = [", ".join(f"{k}: {v}" for k, v in group.items()) for group in (file_types, used_types)]
+                raise ValueError(f"{path!r} has the columns {texts[0]}, but {files.paths[0]!r} {texts[1]}")
         self._parts = [(file, number) for file in open_files for number in range(len(file.lengths))]
         self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in open_files))])  # of the parts, after a 0
         self._firsts = np.cumsum([0, *(sum(file.lengths) for file in open_files)])
@@ -157,10 +154,10 @@ class TableSource(Rows):
         ranges = [range(first, end) for first, end in itertools.pairwise(self._firsts.tolist())]
         self.shards: Sequence[range] | None = ranges if len(ranges) > 1 else None
         self._names = [os.path.relpath(path, self._folder) for path in files.paths]
-        text = json.dumps([self._names, self._firsts.tolist(), list(types.items())])
+        text = json.dumps([self._names, self._firsts.tolist(), list(used_types.items())])
         self.fingerprint = fingerprint_of([text.encode("utf-8", "surrogateescape")])
-        largest = max(file.largest for file in open_files)
-        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(partial(self._read_part, columns=used))
+        largest = max(file.largest_part for file in open_files)
+        self._part = lru_cache(max(1, _CACHED_BYTES // largest))(partial(self._read_part, columns=used))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -205,8 +202,8 @@ class TableSource(Rows):
 
 
 class _ArrowFile:
-    """A file of the streaming format; its parts are record batches, whose headers are read at the start. A part is a
-    view of a memory map, or is fetched from a server when one of its samples is read."""
+    """An Arrow file of the streaming format. Its parts are record batches, whose headers the constructor reads. A part
+    is a view of the memory map; from a server it is fetched when one of its samples is read."""
 
     def __init__(self, path: str) -> None:
         import pyarrow as pa
@@ -217,9 +214,8 @@ class _ArrowFile:
         with open_bytes(path, ahead=1 << 16) as file:
             while (marker := file.pread(8, offset)) != _END_OF_STREAM:
                 size = 8 + int.from_bytes(marker[4:], "little")
-                header = (
-                    file.pread(size, offset) if marker[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
-                )
+                is_marked = marker[:4] == _END_OF_STREAM[:4] and size <= _MAX_HEADER_BYTES
+                header = file.pread(size, offset) if is_marked else b""
                 if len(header) < size:
                     raise ValueError("it is cut off, or no stream of Arrow: write it as a stream, or as parquet")
                 message = pa.ipc.read_message(pa.PythonFile(_WithoutBody(header, file.size - offset - size), mode="r"))
@@ -230,11 +226,10 @@ class _ArrowFile:
                     self._batch_ranges.append((offset, size + message.body.size))
                 offset += size + (message.body.size if message.body else 0)
             if (n_more := file.size - offset - len(_END_OF_STREAM)) > 0:
-                raise ValueError(
-                    f"{n_more} bytes follow the end of its stream: give files that were appended one by one"
-                )
-        self.largest = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
-        if self.largest > _LARGEST_GROUP:
+                hint = "give files that were appended one by one"
+                raise ValueError(f"{n_more} bytes follow the end of its stream: {hint}")
+        self.largest_part = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
+        if self.largest_part > _MAX_GROUP_BYTES:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
     def part(self, number: int, columns: Sequence[str]) -> Any:
@@ -281,7 +276,8 @@ def _count_rows(message: Any, schema: Any) -> int:
 
 
 class _ParquetFile:
-    """A parquet file; its parts are row groups. It is opened for each, because processes must not share it."""
+    """A parquet file; its parts are row groups. The file is opened for each part, because processes must not share an
+    open file."""
 
     def __init__(self, path: str) -> None:
         import pyarrow.parquet as pq
@@ -292,16 +288,15 @@ class _ParquetFile:
         self.schema = self._metadata.schema.to_arrow_schema()
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
         self.lengths = [group.num_rows for group in groups]
-        sizes = [max(group.total_byte_size, _BYTES_OF_ROW * group.num_rows) for group in groups]
-        self.largest = max([1, *sizes])
+        sizes = [max(group.total_byte_size, _MIN_ROW_BYTES * group.num_rows) for group in groups]
+        self.largest_part = max([1, *sizes])
         # Equal cells are stored once: if each became a copy, a small file could take any amount of memory.
         leaves = (self._metadata.schema.column(number) for number in range(len(self._metadata.schema)))
         self._dictionary_columns = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        if self.largest > _LARGEST_GROUP:
-            raise ValueError(
-                f"its row group {sizes.index(self.largest)} has {self.largest / 1e9:.1f} GB, and all of it is read for "
-                "one sample: write it again with row_group_size=100, or as Arrow"
-            )
+        if self.largest_part > _MAX_GROUP_BYTES:
+            size = f"its row group {sizes.index(self.largest_part)} has {self.largest_part / 1e9:.1f} GB"
+            hint = "write it again with row_group_size=100, or as Arrow"
+            raise ValueError(f"{size}, and all of it is read for one sample: {hint}")
 
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
@@ -340,7 +335,7 @@ def _errors_in_one_line(failure: str) -> Iterator[None]:
 
 
 def _to_plain(cell: Any) -> Any:
-    """A cell as Python values; contents of files remain views of the memory map."""
+    """Arrow scalar -> Python values; the content of a file remains a view of the memory map."""
     import pyarrow.types as types
 
     if types.is_dictionary(cell.type):
@@ -373,13 +368,13 @@ def _read_types(schema: Any) -> dict[str, str]:
 
 
 def _find_column(
-    kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: FieldSpec, path: str
+    types: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], spec: FieldSpec, path: str
 ) -> str:
-    columns = columns_of(wanted)
-    files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
-    media = {name: features.get(name, {}).get("_type") for name in files}
-    by_feature = [name for name in files if media[name] == wanted.feature]
-    untyped = [name for name in files if media[name] not in _MEDIA]
+    columns = columns_of(spec)
+    files = {name: kind for name, kind in types.items() if _FILE.fullmatch(kind)}
+    features_by_name = {name: features.get(name, {}).get("_type") for name in files}
+    by_feature = [name for name in files if features_by_name[name] == spec.feature]
+    untyped = [name for name in files if features_by_name[name] not in _MEDIA]
     by_name = [name for name in untyped if name.lower() in columns]
     structs = [name for name in untyped if files[name].startswith("struct")]
     for candidates in (by_feature, by_name, structs):
@@ -387,9 +382,9 @@ def _find_column(
         if len(candidates) == 1:
             return candidates[0]
         if candidates:
-            problem, names = f"several columns of {wanted.noun}s", ", ".join(candidates)
+            problem, names = f"several columns of {spec.noun}s", ", ".join(candidates)
             raise ValueError(f"{path!r} has {problem}, {names}: call the one to train on {columns[0]}")
     raise ValueError(
-        f"{path!r} has no column of {wanted.noun}s, a struct of bytes and path or a binary one called {columns[0]}; it "
-        f"has {', '.join([*kinds][:20]) or 'none'}"
+        f"{path!r} has no column of {spec.noun}s, a struct of bytes and path or a binary one called {columns[0]}; it "
+        f"has {', '.join([*types][:20]) or 'none'}"
     )

@@ -1,4 +1,4 @@
-"""Webdataset tars, read in any order by an index of the members' offsets, made once from their headers."""
+"""Webdataset tars, read in any order by an index of the members' offsets, which is built once from their headers."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ from .folder import about_skipped, ending_of, skipped_line
 from .index import IndexData, PackedStrings, cached_index, fingerprint_of, largest
 from .record import FieldSpec, FileRef, Record, open_bytes
 
-_MIN_CACHED_SAMPLES = (
-    100  # an index of fewer samples is not cached; each header of a long member takes a read of the disk
-)
+# An index of fewer samples is not cached. Tars need one sooner than folders: each header may take a read of the disk.
+_MIN_CACHED_SAMPLES = 100
 _THREADS = 16
 _BLOCK = 512  # bytes
-_LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
-_ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES, _AHEAD_REMOTE_BYTES = 1 << 11, 1 << 14, 1 << 16, 1 << 20  # bytes
+_MAX_HEADER_BYTES = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
+_ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES, _AHEAD_REMOTE_BYTES = 1 << 11, 1 << 14, 1 << 16, 1 << 20
 # Kinds of members. Links, devices and folders have no content, whatever size they state.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
-_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
+_CONTENTLESS = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = (b"1", b"2")
 # Notes about the end of a tar. Tars that were appended to it are read, too, if no more zeros separate them than any
 # program writes.
 _NO_END_MARK = "without a mark of the end, perhaps cut off"
 _MORE_BYTES = "with bytes behind the end, which are not read"
-_LONGEST_END = 1 << 20  # bytes
-_PARTS = ("size", "offset", "ending")
+_MAX_ZERO_BYTES = 1 << 20
+_PLACE_PARTS = ("size", "offset", "ending")  # of a member, see `TarScan.places`
 
 MatchTail = Callable[[str], Sequence[tuple[int, int, int]]]
 
@@ -52,8 +51,9 @@ class TarSource:
     """The samples of several tars, in the order of tars and of their first members. Members whose names are equal up to
     the first dot after the folder are one sample. See `RecordSource` for the methods.
 
-    A member belongs to a `FieldSpec` if its whole name after that dot is one of the endings; for samples and texts,
-    otherwise, if its name ends with one: "0.mask.png" is an image only if there is no "0.png".
+    A member belongs to a `FieldSpec` if its whole name after that dot is one of the endings. A member for the first
+    `FieldSpec` or for texts may also only end with one, if there is no other: "0.mask.png" is an image only if there is
+    no "0.png".
 
     `skipped`: a line about files beside the tars. Raises ValueError, in one line, if a tar cannot be read, is damaged
     or cut off, or none holds a sample.
@@ -71,51 +71,49 @@ class TarSource:
             depends=fingerprint_of([json.dumps(states).encode()]),
         )  # fmt: skip
         self.fingerprint, self._names = index.fingerprint, index.strings("names")
-        self._columns = {
-            spec.name: [index.numbers(f"{part} {spec.name}", len(self)) for part in _PARTS] for spec in specs
-        }
+        self._columns = {spec.name: [index.numbers(name, len(self)) for name in _column_names(spec)] for spec in specs}
         self._firsts = index.numbers("firsts", len(self.paths) + 1).to_numpy()
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
-            raise index.damaged()
-        self._damaged, self.examples = index.damaged, index.examples
+            raise index.damaged_error()
+        self._damaged_error, self.examples = index.damaged_error, index.examples
         try:
             lines = [skipped, skipped_line("member", str(self), *index.facts["skipped"])]
             for end, (count, first) in index.facts["ends"].items():
                 lines.append(f"{counted(count, 'tar')} {end}: {'such as ' if count > 1 else ''}{self.paths[first]!r}")
         except READ_ERRORS:
-            raise index.damaged() from None
+            raise index.damaged_error() from None
         self.skipped = "; ".join(filter(None, lines))
         if not len(self):
             hint = self.skipped and f"; {self.skipped}"
             raise ValueError(f"no {specs[0].noun} ({' '.join(specs[0].endings)}) in {self}{hint}")
 
     def _build_index(self) -> IndexData:
-        kinds = functools.lru_cache(1 << 12)(functools.partial(_match_tail, self._specs))
+        match_tail = functools.lru_cache(1 << 12)(functools.partial(_match_tail, self._specs))
         names, firsts = PackedStrings(), array("q", [0])
-        columns = [array("q") for _ in range(len(_PARTS) * len(self._specs))]
-        skipped, unmatched, ends = Counter[str](), list[str](), dict[str, list[int]]()
+        columns = [array("q") for _ in range(len(_PLACE_PARTS) * len(self._specs))]
+        skipped, unmatched, end_notes = Counter[str](), list[str](), dict[str, list[int]]()
         with ThreadPoolExecutor(_THREADS) as threads:
-            for scanned in threads.map(lambda path: scan(path, self._specs, kinds), self.paths):
-                for name in scanned.names:
+            for tar_scan in threads.map(lambda path: scan(path, self._specs, match_tail), self.paths):
+                for name in tar_scan.names:
                     names.append(name)
-                for column, numbers in zip(columns, scanned.places.T, strict=True):
+                for column, numbers in zip(columns, tar_scan.places.T, strict=True):
                     column.frombytes(numbers.tobytes())
-                skipped += scanned.skipped
-                unmatched += scanned.unmatched
-                for end in scanned.ends:
-                    ends.setdefault(end, [0, len(firsts) - 1])[0] += 1
+                skipped += tar_scan.skipped
+                unmatched += tar_scan.unmatched
+                for note in tar_scan.end_notes:
+                    end_notes.setdefault(note, [0, len(firsts) - 1])[0] += 1
                 firsts.append(len(names))
-        # Equal for the same samples in the same tars with the same members beside them, whatever else the tars hold.
-        parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
-        titles = [f"{part} {spec.name}" for spec in self._specs for part in _PARTS]
+        # The fingerprint depends on the samples, their tars and the members beside them, on nothing else in the tars.
+        parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PLACE_PARTS)]))]
+        column_names = itertools.chain(*map(_column_names, self._specs))
         description = about_skipped(skipped, self._specs[0].noun, len(unmatched), unmatched[0] if unmatched else "")
         facts = {
-            "examples": {spec.name: largest(columns[len(_PARTS) * n]) for n, spec in enumerate(self._specs)},
+            "examples": {spec.name: largest(columns[len(_PLACE_PARTS) * n]) for n, spec in enumerate(self._specs)},
             "skipped": [skipped.total(), description],
-            "ends": ends,
+            "ends": end_notes,
         }
-        columns_by_title = dict(zip(titles, columns, strict=True))
-        return IndexData({"names": names, "firsts": firsts, **columns_by_title}, fingerprint_of(parts), facts)
+        places = dict(zip(column_names, columns, strict=True))
+        return IndexData({"names": names, "firsts": firsts, **places}, fingerprint_of(parts), facts)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -132,7 +130,7 @@ class TarSource:
             if size < 0 and spec is not self._specs[0]:
                 continue
             if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(spec.all_endings)):
-                raise self._damaged()
+                raise self._damaged_error()
             member = name if spec is self._specs[0] else f"{_key(name)}{spec.all_endings[ending]}"
             record[spec.name] = FileRef(path, offset, size, member=member)
         return record
@@ -153,6 +151,10 @@ class TarSource:
 
     def describe(self, index: int) -> str:
         return f"{self.path(index)}/{self._names[index]}"
+
+
+def _column_names(spec: FieldSpec) -> list[str]:
+    return [f"{part} {spec.name}" for part in _PLACE_PARTS]
 
 
 def stem_of(name: str) -> str:
@@ -189,7 +191,8 @@ def _read_state(path: str) -> tuple[int, str]:
 
 
 def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
-    """The path of the index, one tar or the folder of several, and the paths of the tars relative to it."""
+    """The path of the index, which is a tar or the common folder of several, and the paths of the tars relative to
+    it."""
     if is_url(paths[0]):
         return paths[0], [*paths]
     if len(paths) == 1:
@@ -199,8 +202,8 @@ def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _match_tail(specs: Sequence[FieldSpec], tail: str) -> list[tuple[int, int, int]]:
-    """The possible roles of a member with this name after its stem: the number in `specs`, the rank (the lowest is
-    taken) and the number of the ending."""
+    """The specs to which a member with this name after its stem may belong: for each the number in `specs`, the rank
+    (of several members the one of the lowest rank is taken), and the number of the ending."""
     tail = tail.lower()
     for is_whole in (True, False):
         matches = []
@@ -218,37 +221,37 @@ def _match_tail(specs: Sequence[FieldSpec], tail: str) -> list[tuple[int, int, i
 class TarScan(NamedTuple):
     """The content of a tar.
 
-    names: of the first members of its samples, in its order.
-    places: size, offset and ending of each sample's member of each kind, int64 (n, 3 * kinds), -1 where it has none.
+    names: of the first member of each sample, in the order of the tar.
+    places: size, offset and ending of each sample's member for each spec, int64 (n, 3 * specs), -1 where it has none.
     skipped: how many members belong to no sample, by ending; also links and sparse files, whose content is elsewhere.
-    unmatched: those of them that could belong to a sample.
-    ends: notes about an unusual end.
+    unmatched: the names of those skipped members that could belong to a sample.
+    end_notes: about an unusual end.
     """
 
     names: list[str]
     places: npt.NDArray[np.int64]
     skipped: Counter[str]
     unmatched: list[str]
-    ends: list[str]
+    end_notes: list[str]
 
 
-def scan(path: str, specs: Sequence[FieldSpec], kinds: MatchTail) -> TarScan:
+def scan(path: str, specs: Sequence[FieldSpec], match_tail: MatchTail) -> TarScan:
     """Read the headers of a tar's members.
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
     """
-    samples: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
+    candidates: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
     clashes: dict[str, tuple[int, str]] = {}
-    skipped, tails, ends = Counter[str](), Counter[str](), list[str]()
-    for name, offset, size in members(path, skipped, ends):
+    skipped, tail_counts, end_notes = Counter[str](), Counter[str](), list[str]()
+    for name, offset, size in members(path, skipped, end_notes):
         key = _key(name)
         if key.endswith("/") or not key:  # hidden names are skipped
             continue
-        tails[name[len(key) :]] += 1
-        matches = kinds(name[len(key) :])
+        tail_counts[name[len(key) :]] += 1
+        matches = match_tail(name[len(key) :])
         if not matches:
             continue
-        sample = samples.setdefault(key, [None] * len(specs))
+        sample = candidates.setdefault(key, [None] * len(specs))
         for number, rank, ending in matches:
             other = sample[number]
             if other is None or rank < other[0] or (rank == other[0] and number):
@@ -256,26 +259,25 @@ def scan(path: str, specs: Sequence[FieldSpec], kinds: MatchTail) -> TarScan:
             elif rank == other[0]:
                 clashes.setdefault(key, (rank, name))
     for key, (rank, name) in clashes.items():
-        first = samples[key][0]
+        first = candidates[key][0]
         if first and first[0] == rank:
             reason = f"two {specs[0].noun}s of one name, {first[1]!r} and {name!r}"
             raise ValueError(f"the tar {path!r} holds {reason}")
-    _join_forms(samples)
-    complete = {sample[0][1]: sample for sample in samples.values() if sample[0]}
+    _join_forms(candidates)
+    complete = {sample[0][1]: sample for sample in candidates.values() if sample[0]}
     places = [part[2:] if part else (-1, -1, -1) for sample in complete.values() for part in sample]
     for sample in complete.values():
         for name in {part[1] for part in sample if part}:
-            tails[name[len(_key(name)) :]] -= 1
-    for tail, n in (+tails).items():
+            tail_counts[name[len(_key(name)) :]] -= 1
+    for tail, n in (+tail_counts).items():
         skipped[ending_of(f"key{tail}")] += n
-    unmatched = sorted({part[1] for sample in samples.values() if not sample[0] for part in sample if part})
-    return TarScan(
-        [*complete], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(specs)), skipped, unmatched, ends
-    )
+    unmatched = sorted({part[1] for sample in candidates.values() if not sample[0] for part in sample if part})
+    places_array = np.array(places, np.int64).reshape(-1, len(_PLACE_PARTS) * len(specs))
+    return TarScan([*complete], places_array, skipped, unmatched, end_notes)
 
 
 def _join_forms(samples: Mapping[str, list[Any]]) -> None:
-    """Give samples the members of the same name in the other Unicode form, composed or decomposed."""
+    """Join members to the sample whose name is equal but for the Unicode form, composed or decomposed."""
     firsts = {unicodedata.normalize("NFC", key): key for key, sample in samples.items() if sample[0]}
     for key, sample in samples.items():
         first = None if key.isascii() or sample[0] else samples.get(firsts.get(unicodedata.normalize("NFC", key), ""))
@@ -284,27 +286,25 @@ def _join_forms(samples: Mapping[str, list[Any]]) -> None:
                 first[number], sample[number] = part, None
 
 
-class _Pieces:
-    """A file that is read forward in pieces: short ones for distant headers, longer and longer ones where headers are
-    near each other. From a server, long pieces take no more time."""
+class _ForwardReader:
+    """Reads a file forward in pieces: short ones for distant headers, longer and longer ones where headers are near
+    each other. From a server all pieces are long, because they take no more time."""
 
     def __init__(self, file: RandomAccessFile, is_remote: bool) -> None:
         self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER_BYTES
-        self._near, self._shortest = (
-            (_AHEAD_REMOTE_BYTES, _AHEAD_REMOTE_BYTES) if is_remote else (_NEAR_BYTES, _ONE_HEADER_BYTES)
-        )
+        self._near = _AHEAD_REMOTE_BYTES if is_remote else _NEAR_BYTES
+        self._shortest = _AHEAD_REMOTE_BYTES if is_remote else _ONE_HEADER_BYTES
 
     def read(self, at: int, size: int) -> bytes:
         begin = at - self._begin
         if not 0 <= begin <= len(self._piece) - size:
-            self._size = max(
-                self._shortest, min(2 * self._size, _AHEAD_BYTES) if begin < len(self._piece) + self._near else 0
-            )
+            is_near = begin < len(self._piece) + self._near
+            self._size = max(self._shortest, min(2 * self._size, _AHEAD_BYTES) if is_near else 0)
             self._piece, self._begin, begin = self._file.pread(max(size, self._size), at), at, 0
         return self._piece[begin : begin + size]
 
 
-def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
+def members(path: str, skipped: Counter[str], end_notes: list[str]) -> Iterator[tuple[str, int, int]]:
     """Name, first byte and size of every file in a tar, in its order. Counts links and sparse files in `skipped`, and
     adds notes about an unusual end to `ends`.
 
@@ -312,7 +312,7 @@ def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple
     """
     try:
         with open_bytes(path) as file:
-            yield from _read_members(_Pieces(file, is_url(path)), file.size, skipped, ends)
+            yield from _read_members(_ForwardReader(file, is_url(path)), file.size, skipped, end_notes)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:
@@ -320,7 +320,7 @@ def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple
 
 
 def _read_members(
-    pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[str]
+    pieces: _ForwardReader, n_bytes: int, skipped: Counter[str], end_notes: list[str]
 ) -> Iterator[tuple[str, int, int]]:
     position = 0
     extended: dict[str, bytes] = {}  # attributes of the next member, from extended headers
@@ -328,14 +328,14 @@ def _read_members(
         header = pieces.read(position, _BLOCK)
         if header == bytes(_BLOCK):  # zeros mark the end
             end = position
-            while position < n_bytes and position - end < _LONGEST_END and not header.strip(b"\0"):
+            while position < n_bytes and position - end < _MAX_ZERO_BYTES and not header.strip(b"\0"):
                 position += _BLOCK
                 header = pieces.read(position, _BLOCK)
-            if position >= n_bytes or not _begins_member(header):
-                ends += [_MORE_BYTES] if position < n_bytes else []
+            if position >= n_bytes or not _is_header(header):  # only another tar may follow
+                end_notes += [_MORE_BYTES] if position < n_bytes else []
                 return
         if position == n_bytes > 0 and not extended:
-            ends.append(_NO_END_MARK)
+            end_notes.append(_NO_END_MARK)
             return
         if position >= n_bytes:
             raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
@@ -343,7 +343,7 @@ def _read_members(
             raise ValueError(("" if position else other_kind(header)) or f"no header at byte {position}")
         kind, begin, size = header[156:157], position + _BLOCK, _parse_number(header[124:136])
         if kind in _HEADERS:
-            if not 0 <= size <= _LONGEST_HEADER:
+            if not 0 <= size <= _MAX_HEADER_BYTES:
                 raise ValueError(f"it claims a header of {size} bytes")
             if kind in _EXTENDED:
                 extended |= _parse_extended(pieces.read(begin, size))
@@ -351,7 +351,7 @@ def _read_members(
                 extended["path"] = pieces.read(begin, size).partition(b"\0")[0]
         else:
             name = os.fsdecode(extended.get("path") or _parse_name(header))
-            size = 0 if kind in _WITHOUT_CONTENT else int(extended.get("size", size))
+            size = 0 if kind in _CONTENTLESS else int(extended.get("size", size))
             is_sparse, flag = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended), header[482:483]
             while kind == _SPARSE and flag not in (b"", b"\0"):
                 flag, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
@@ -368,25 +368,21 @@ def _read_members(
 
 
 def _is_header(block: bytes) -> bool:
-    """Whether the checksum is the sum of all bytes, signed in some programs, with spaces in its place."""
+    """Whether a block is a member's header: its checksum is the sum of all bytes, signed in some programs, with spaces
+    in the place of the checksum."""
     if len(block) != _BLOCK:
         return False
     spaced = block[:148] + b" " * 8 + block[156:]
-    stated = _parse_number(block[148:156])
+    try:
+        stated = _parse_number(block[148:156])
+    except ValueError:
+        return False
     # The lower half of Adler-32 is the sum of bytes, plus 1, modulo 65521, and several times faster than `sum`.
     return (stated + 1) % 65521 == zlib.adler32(spaced) & 0xFFFF or stated == int(np.frombuffer(spaced, np.int8).sum())
 
 
-def _begins_member(block: bytes) -> bool:
-    """Whether a block behind the end of a tar is the first header of another one."""
-    try:
-        return _is_header(block)
-    except ValueError:
-        return False
-
-
 def _parse_number(field: bytes) -> int:
-    """A number of a header, in octal digits, or as bytes if the digits do not suffice. Raises ValueError."""
+    """A number of a header: octal digits, or big-endian bytes if the digits do not suffice. Raises ValueError."""
     if field[:1] in (b"\x80", b"\xff"):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
     digits = field.partition(b"\0")[0].strip() or b"0"

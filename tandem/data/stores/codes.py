@@ -56,11 +56,11 @@ from .shards import COUNT, GRID, LINES_FILE, Array, StoredArrays, explain_errors
 CODES = "codes"
 _DTYPES = ("uint8", "uint16", "int32")
 FRAME_FOLDER = ".frames"  # ending of the folder of a video's frames
-_PIECE_CODES = 4  # frames of codes that are decoded at once
+_CODE_FRAMES_AT_ONCE = 4  # of a video, that are decoded in one call
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 Decode = Callable[[Tensor], Tensor]
-# Writes frames (h, w, 3) at so many frames per second, of the video with this path, to a file.
+# (file, frames (h, w, 3), frames per second, path of the encoded video) -> None: writes a video.
 Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float, str], None]
 
 
@@ -73,7 +73,7 @@ class StoredCodes(StoredArrays):
     """A complete folder of codes. The constructor and the methods raise ValueError, in one line, if there are no codes,
     or they are incomplete, or a file does not agree with the index.
 
-    by_shard: the lines of index.jsonl.
+    by_shard: the lines of index.jsonl, one list per shard.
     """
 
     name: ClassVar[str] = CODES
@@ -105,25 +105,26 @@ class StoredCodes(StoredArrays):
         return torch.from_numpy(self.load(shard).astype(np.int64))
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
-        """How often each code occurs in shards, (num_codes,)."""
+        """How often each code occurs in these shards, (num_codes,)."""
         counts = np.zeros(self.index["num_codes"], np.int64)
         for shard in shards:
             counts += np.bincount(self.load(shard).ravel(), minlength=len(counts))
         return counts
 
     def load(self, shard: int) -> Array:
-        """Codes of a shard, see `rows`, checked against its checksum, the index and the size of the codebook."""
-        with self.rows_of(shard, self.index["grid"], _DTYPES) as codes:
+        """The stored codes of a shard, of the shape of `rows`, checked against the checksum, the index and the size of
+        the codebook."""
+        with self.open_rows(shard, self.index["grid"], _DTYPES) as codes:
             if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
                 raise ValueError(f"it holds codes outside [0, {self.index['num_codes']})")
             return codes
 
 
 def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> list[list[Path]]:
-    """The output file of each item, by shard: with this ending (FRAME_FOLDER: a folder of PNGs), or .png if the item is
-    an image or has one frame. See `output_names`.
+    """The output paths, one list per shard: with this ending (FRAME_FOLDER: a folder of PNGs), or .png for an image or
+    a video of one frame. See `output_names`. `frames_per_code` is None for a model of images.
 
-    Raises ValueError, in one line, if the index is damaged. `frames_per_code`: of a model of videos; None: of images.
+    Raises ValueError, in one line, if the index is damaged.
     """
     lines = [line for shard_lines in codes.by_shard for line in shard_lines]
     with explain_errors(codes.folder / LINES_FILE):
@@ -160,17 +161,17 @@ def decode_images(
     device. Raises ValueError, in one line, if the codes are damaged.
     """
     rows = codes.rows(shard)
-    batch_slices = [slice(first, first + batch_size) for first in range(0, len(rows), batch_size)]
-    batch_slices = [batch_slice for batch_slice in batch_slices if not all(map(is_complete, files[batch_slice]))]
+    all_slices = (slice(first, first + batch_size) for first in range(0, len(rows), batch_size))
+    batch_slices = [batch_slice for batch_slice in all_slices if not all(map(is_complete, files[batch_slice]))]
 
-    def batches() -> Iterator[Tensor]:
+    def padded_batches() -> Iterator[Tensor]:
         for batch_slice in batch_slices:
             batch = rows.new_zeros(batch_size, *rows.shape[1:])
             batch[: len(rows) - batch_slice.start] = rows[batch_slice]
             yield batch
 
     paths = [path for batch_slice in batch_slices for path in files[batch_slice]]
-    save_missing(paths, pixels_of(batches(), decode), num_threads)
+    save_missing(paths, pixels_of(padded_batches(), decode), num_threads)
 
 
 def decode_videos(
@@ -184,15 +185,15 @@ def decode_videos(
 ) -> None:
     """Write the videos of a shard that are missing or incomplete, frame by frame.
 
-    `open_stream` begins a video. It returns a function that is called with the next codes, int64 (n, h', w'), and
-    returns their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError,
-    in one line, if the codes are damaged or a file cannot be written.
+    `open_stream` begins a video: it returns a function from the next codes, int64 (n, h', w'), to their frames
+    (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError, in one line, if the
+    codes are damaged or a file cannot be written.
     """
     rows, first = codes.rows(shard), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
         video_codes, first = rows[first : first + row_count(line)], first + row_count(line)
         video_codes = video_codes.reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
-        frames = itertools.islice(pixels_of(video_codes.split(_PIECE_CODES), open_stream()), line["frames"])
+        frames = itertools.islice(pixels_of(video_codes.split(_CODE_FRAMES_AT_ONCE), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)
         elif path.suffix == FRAME_FOLDER:
@@ -205,16 +206,17 @@ def decode_videos(
 def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
     """Write the missing or incomplete PNGs of pictures uint8 (h, w, c); `num_threads` threads compress them. If none is
     missing, `pictures` is not iterated; it may have more items than `paths`."""
-    missing = [not is_complete(path) for path in paths]
-    if any(missing):
+    is_missing = [not is_complete(path) for path in paths]
+    if any(is_missing):
         with ThreadPoolExecutor(num_threads) as pool:
-            pending = itertools.compress(zip(paths, pictures, strict=False), missing)
-            while chunk := list(itertools.islice(pending, 4 * num_threads)):
+            missing_pictures = itertools.compress(zip(paths, pictures, strict=False), is_missing)
+            while chunk := list(itertools.islice(missing_pictures, 4 * num_threads)):
                 list(pool.map(_save_image, *zip(*chunk, strict=True)))
 
 
 def _save_image(path: Path, pixels: Tensor) -> None:
-    """Write an image, not synced, which would take most of the time: `is_complete` finds what a power cut leaves."""
+    """Write an image without fsync, which would take most of the time; after a loss of power `is_complete` finds an
+    incomplete file."""
     with _create_file(path, is_synced=False) as file:
         Image.fromarray(pixels.numpy()).save(file, "png")
 
@@ -228,14 +230,14 @@ def _create_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
             yield file
 
 
-def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[Tensor]:
-    """The pictures uint8 (h, w, c) of the images in [0, 1], (b, c, h, w), c = 3 (RGB) or 4 (RGBA), that `draw` makes of
-    each piece: round(255 x) after clamping. `draw` is called when the piece's first picture is requested; on an
-    accelerator, one piece earlier."""
+def pixels_of(inputs: Iterable[Any], decode: Callable[[Any], Tensor]) -> Iterator[Tensor]:
+    """The pictures uint8 (h, w, c), round(255 x) after clamping, of the images (b, c, h, w) in [0, 1], c = 3 (RGB) or 4
+    (RGBA), to which `decode` maps each input. `decode` is called when the first picture of an input is requested; on an
+    accelerator, one input earlier."""
 
     def batches() -> Iterator[tuple[None, Tensor]]:
-        for piece in pieces:
-            images = (draw(piece).float().clamp(0, 1) * 255).round().byte()
+        for batch in inputs:
+            images = (decode(batch).float().clamp(0, 1) * 255).round().byte()
             yield None, images.permute(0, 2, 3, 1).contiguous()
 
     for _, images in on_host(batches()):
@@ -243,8 +245,8 @@ def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[
 
 
 def below(path: str) -> str:
-    """A path of an index without its root and every ``..``, so that it stays below any folder: a manifest may name
-    files anywhere. Raises ValueError, in one line, if nothing remains."""
+    """A path of an index without its root and every "..", so that it stays below any folder: a manifest may name files
+    anywhere. Raises ValueError, in one line, if nothing remains."""
     relative = str(PurePosixPath(*(part for part in PurePosixPath(path).parts if part.strip("/") not in ("", ".."))))
     if not stays_inside(relative):
         raise ValueError(f"the index names {path!r}, which is no path of a file")
@@ -255,12 +257,12 @@ def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
     """The output name for each path: its ending is replaced. If two names were equal (a.jpg and a.webp), the new ending
     is appended instead; if they are still equal, as for two parts of one file, the position in the list is inserted
     before it. Raises what `below` raises."""
-    paths = [below(path) for path in paths]
-    replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in zip(paths, endings, strict=True)]
-    appended = [f"{path}{ending}" for path, ending in zip(paths, endings, strict=True)]
+    pairs = [(below(path), ending) for path, ending in zip(paths, endings, strict=True)]
+    replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in pairs]
+    appended = [path + ending for path, ending in pairs]
     counts = Counter(replaced)
-    preferred = [name if counts[name] == 1 else other for name, other in zip(replaced, appended, strict=True)]
-    numbered = [f"{path}-{i}{ending}" for i, (path, ending) in enumerate(zip(paths, endings, strict=True))]
+    preferred = [name if counts[name] == 1 else longer for name, longer in zip(replaced, appended, strict=True)]
+    numbered = [f"{path}-{i}{ending}" for i, (path, ending) in enumerate(pairs)]
     return next((names for names in (preferred, appended) if len(set(names)) == len(names)), numbered)
 
 
@@ -271,5 +273,5 @@ def is_complete(path: Path) -> bool:
             size = file.seek(0, io.SEEK_END)
             file.seek(max(0, size - len(_PNG_END)))
             return file.read() == _PNG_END
-    except (FileNotFoundError, ValueError):  # none, or a pipe, which the picture then replaces
+    except (FileNotFoundError, ValueError):  # there is no file, or a pipe, which the picture then replaces
         return False

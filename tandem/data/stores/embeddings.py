@@ -27,7 +27,7 @@ from tandem.io.reading import BYTE_ORDER_MARK, plain_text, read_bytes, text_line
 from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explain_errors
 
 EMBEDDINGS = "embeddings"
-_LONGEST_QUERIES = 1 << 26  # bytes
+_MAX_QUERY_BYTES = 1 << 26  # bytes
 
 Vectors = npt.NDArray[np.float32]
 
@@ -41,7 +41,7 @@ class Match(NamedTuple):
     caption: str | None = None
 
 
-class Answer(NamedTuple):
+class QueryResult(NamedTuple):
     """The matches of a query."""
 
     query: str
@@ -50,13 +50,10 @@ class Answer(NamedTuple):
     def as_table(self) -> str:
         """For people: the query, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
         width = max((len(match.path) for match in self.matches if match.caption), default=0)
-        lines = [
-            f"{match.rank:4d}  {match.cosine:6.3f}  {match.path:{width}}  {match.caption or ''}".rstrip()
-            for match in self.matches
-        ]
-        header = f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()
-        text = "\n".join([self.query, header, *lines, ""])
-        return text.encode(errors="backslashreplace").decode()
+        lines = [self.query, f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()]
+        for rank, cosine, path, caption in self.matches:
+            lines.append(f"{rank:4d}  {cosine:6.3f}  {path:{width}}  {caption or ''}".rstrip())
+        return "\n".join([*lines, ""]).encode(errors="backslashreplace").decode()
 
     def as_json(self) -> str:
         """For programs, in one line. A match without caption has no such key."""
@@ -77,42 +74,43 @@ class StoredEmbeddings(StoredArrays):
             self.rows = [entry["rows"] for entry in index["shards"]]
             numbers = (*self.rows, index["dim"] - 1, index["max_clips"] - 1, index["batch_size"] - 1)
             if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError("one of its numbers cannot be")
+                raise ValueError("one of its numbers is negative or not an integer")
             if sum(self.rows) != index["rows"]:
                 raise ValueError("its numbers of rows do not agree")
-            bad = len(index["bad"])
+            n_bad = len(index["bad"])
         if not index["rows"]:
-            raise ValueError(f"the index in {folder} is empty: none of its {bad} files could be read")
+            raise ValueError(f"the index in {folder} is empty: none of its {n_bad} files could be read")
 
     def load(self, shard: int) -> Vectors:
         """Embeddings (n, d) of a shard, checked against its checksum and the index."""
-        with self.rows_of(shard, [self.index["dim"]], ["float32"]) as vectors:
+        with self.open_rows(shard, [self.index["dim"]], ["float32"]) as vectors:
             if not np.isfinite(vectors).all():
                 raise ValueError("not all of its numbers are finite")
             return vectors
 
     def nearest(self, queries: Vectors, count: int, heartbeat: Callable[[], None] = lambda: None) -> list[list[Match]]:
         """For each of the queries (m, d), unit vectors, the `count` rows with the largest cosines, or all rows if there
-        are fewer; among equal cosines, the first rows. Every row is compared. One shard is in memory at a time;
-        `heartbeat` is called for each.
+        are fewer; among equal cosines, the first rows. The search is exhaustive. One shard is in memory at a time;
+        `heartbeat` is called before each shard.
 
         Cosines are computed in fp64 and rounded to fp32, so that they depend neither on the shards nor on other
         queries, and equal rows have equal cosines.
         """
-        exact, first_row = queries.astype(np.float64), 0
+        queries_fp64, first_row = queries.astype(np.float64), 0
         cosines, rows = (np.zeros((len(queries), 0), dtype) for dtype in (np.float32, np.int64))
         for shard, size in enumerate(self.rows):
             heartbeat()
-            shard_cosines = (exact @ self.load(shard).astype(np.float64).T).astype(np.float32)
-            numbers = np.broadcast_to(np.arange(first_row, first_row + size), shard_cosines.shape)
-            cosines, rows, first_row = np.hstack([cosines, shard_cosines]), np.hstack([rows, numbers]), first_row + size
+            shard_cosines = (queries_fp64 @ self.load(shard).astype(np.float64).T).astype(np.float32)
+            shard_rows = np.broadcast_to(np.arange(first_row, first_row + size), shard_cosines.shape)
+            cosines, rows = np.hstack([cosines, shard_cosines]), np.hstack([rows, shard_rows])
+            first_row += size
             # A stable sort keeps the order of rows with equal cosines.
-            best = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
-            cosines, rows = (np.take_along_axis(matrix, best, axis=1) for matrix in (cosines, rows))
+            order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
+            cosines, rows = (np.take_along_axis(array, order, axis=1) for array in (cosines, rows))
         files = self._read_files(set(rows.ravel().tolist()))
         return [
-            [Match(rank, float(cosine), *files[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
-            for pair in zip(rows.tolist(), cosines, strict=True)
+            [Match(rank, float(cosine), *files[row]) for rank, (row, cosine) in enumerate(zip(*best, strict=True), 1)]
+            for best in zip(rows.tolist(), cosines, strict=True)
         ]
 
     def _read_files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
@@ -130,10 +128,10 @@ class StoredEmbeddings(StoredArrays):
 def read_queries(texts: Sequence[str], path: str | None) -> list[str]:
     """The queries of the command line, then those of a file, one per line, without empty ones. Raises ValueError, in
     one line, if the file cannot be read or there is no query."""
-    queries = [stripped for query in texts if (stripped := query.replace(BYTE_ORDER_MARK, "").strip())]
+    queries = [text for query in texts if (text := query.replace(BYTE_ORDER_MARK, "").strip())]
     if path is not None:
         try:
-            queries += text_lines(plain_text(read_bytes(path, _LONGEST_QUERIES)))
+            queries += text_lines(plain_text(read_bytes(path, _MAX_QUERY_BYTES)))
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the queries in {path}: {reason_of(error)}") from None
     if not queries:

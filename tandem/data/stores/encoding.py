@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, partly_read, reason_of
+from tandem.data.bad_samples import BadSample, collect_partial_reads, reason_of
 from tandem.data.sampling.workers import Loader
 from tandem.devices import on_host
 
@@ -24,9 +24,9 @@ from .shards import COUNT, GRID, PARTIAL, EncodedShard
 PIECE_FRAMES = 16  # frames of a video that are in memory at once
 
 IndexEntry = dict[str, Any]  # what the index holds about a sample, beside its name
-Load = Callable[[int], tuple[Tensor, IndexEntry]]
-Frames = Callable[[int], Iterator[tuple[Tensor, float | None]]]
-Describe = Callable[[int], str]  # the name by which a user finds a sample
+Load = Callable[[int], tuple[Tensor, IndexEntry]]  # index -> pieces and entry of a sample
+LoadFrames = Callable[[int], Iterator[tuple[Tensor, float | None]]]  # index -> frames, each with the frames per second
+Describe = Callable[[int], str]  # index -> the name by which a user finds a sample
 
 
 def encode_batches(
@@ -40,33 +40,31 @@ def encode_batches(
     num_workers: int,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[EncodedShard]:
-    """The rows that `encode` makes of the samples of each shard, in the order of the shards; an array for each sample
-    that can be read.
+    """The encoded samples of each shard, in the order of the shards; an array of rows for each sample that can be read.
 
     Args:
         load: index -> the pieces of a sample (n, ...), n > 0, of one shape for all samples, and its index entry. Raises
             OSError or ValueError, in one line, if it cannot be read. `num_workers` loader processes call it, each for
             `per_request` samples at a time; it is pickled if they are not forked.
-        encode: Pieces (batch_size, ...), padded with 0 -> rows (batch_size, ...) on any device. If a row depends only
-            on its own piece, it depends neither on the number of processes nor on other samples, as all batches have
-            one size.
+        encode: Pieces (batch_size, ...), padded with 0 -> rows (batch_size, ...) on any device. All batches have one
+            size, so that the bits of a row depend only on its own piece.
         waiting: See `Loader`.
     """
-    requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
+    groups = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
     load_request = functools.partial(load_samples, load, describe)
-    batches = iter(Loader(load_request, list(itertools.chain(*requests)), num_workers, waiting=waiting))
-    return (_encode_shard(itertools.islice(batches, len(chunk)), encode, batch_size) for chunk in requests)
+    batches = iter(Loader(load_request, list(itertools.chain(*groups)), num_workers, waiting=waiting))
+    return (_encode_shard(itertools.islice(batches, len(group)), encode, batch_size) for group in groups)
 
 
 def load_samples(
     load: Load, describe: Describe, indices: range
 ) -> tuple[Tensor, list[tuple[int, IndexEntry]], list[BadSample]]:
-    """The pieces (n, ...) of all samples; for each sample the number of its pieces, and its index entry, with the
-    reason for a partial reading as PARTIAL; and the samples that cannot be read."""
+    """The concatenated pieces (n, ...) of the samples; for each sample the number of its pieces and its index entry, in
+    which PARTIAL is the reason if a file was read only in part; and the samples that cannot be read."""
     pieces, entries, bad = [torch.zeros(0)], [], []
     for index in indices:
         try:
-            with partly_read() as reasons:
+            with collect_partial_reads() as reasons:
                 sample_pieces, entry = load(index)
         except (OSError, ValueError) as error:
             bad.append(BadSample(index, describe(index), reason_of(error)))
@@ -80,33 +78,33 @@ def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], ba
     counts: list[int] = []
     encoded = EncodedShard([], [], [])
 
-    def pieces() -> Iterator[Tensor]:
+    def all_pieces() -> Iterator[Tensor]:
         for sample_pieces, entries, bad in batches:
             counts.extend(count for count, _ in entries)
             encoded.entries.extend(entry for _, entry in entries)
             encoded.bad.extend(bad)
             yield from sample_pieces
 
-    rows = encode_in_batches(pieces(), encode, batch_size)
+    rows = encode_in_batches(all_pieces(), encode, batch_size)
     return encoded._replace(parts=rows.split(counts) if counts else [])
 
 
 def encode_in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], batch_size: int) -> Tensor:
-    """The rows (n, ...) that `encode` makes of pieces, on the host: in batches of one size, padded with 0."""
-    pending = iter(pieces)
+    """`encode` of the pieces, in batches of one size, padded with 0 -> rows (n, ...) on the host."""
+    remaining = iter(pieces)
 
-    def encoded() -> Iterator[tuple[int, Tensor]]:
-        while batch_pieces := list(itertools.islice(pending, batch_size)):
+    def encoded_batches() -> Iterator[tuple[int, Tensor]]:
+        while batch_pieces := list(itertools.islice(remaining, batch_size)):
             batch = batch_pieces[0].new_zeros(batch_size, *batch_pieces[0].shape)
             torch.stack(batch_pieces, out=batch[: len(batch_pieces)])
             yield len(batch_pieces), encode(batch)
 
-    rows = [batch_rows[:count] for count, batch_rows in on_host(encoded())]
+    rows = [batch_rows[:count] for count, batch_rows in on_host(encoded_batches())]
     return torch.cat(rows) if rows else torch.zeros(0)
 
 
 def encode_streams(
-    frames_of: Frames,
+    load_frames: LoadFrames,
     describe: Describe,
     shards: Sequence[range],
     open_stream: Callable[[], Callable[[Tensor], Tensor]],
@@ -120,7 +118,7 @@ def encode_streams(
     video.
 
     Args:
-        frames_of: index -> the frames of a video, uint8 (3, h, w), in order, each with the frames per second up to
+        load_frames: index -> the frames of a video, uint8 (3, h, w), in order, each with the frames per second up to
             there (None: an image). Raises OSError, and ValueError, in one line, if they cannot be read.
         open_stream: Begins a video. Returns a function that is called, in the main thread, with the next frames, uint8
             (3, f, h, w), and returns the codes (f', h', w') that they complete, on any device; other streams must not
@@ -135,7 +133,7 @@ def encode_streams(
     for indices in shards:
         parts, grids = defaultdict[int, list[Any]](list), dict[int, IndexEntry]()
         entries, bad = dict[int, IndexEntry](), list[BadSample]()
-        pieces = _round_robin(lambda index: _split_frames(frames_of, index, frames_per_code), indices, num_threads)
+        pieces = _round_robin(lambda index: _split_frames(load_frames, index, frames_per_code), indices, num_threads)
         for index, codes in on_host(_encode_pieces(pieces, describe, open_stream, entries, bad)):
             parts[index].append((codes.ravel() if keep_aspect else codes).numpy().astype(dtype))
             grids[index] = {GRID: [*codes.shape[1:]]} if keep_aspect else {}
@@ -159,16 +157,16 @@ def _encode_pieces(
         if isinstance(piece, Tensor):
             yield index, encoders[index](piece)
             continue
-        encoders.pop(index, None)  # and the model's state of the video
+        encoders.pop(index, None)  # free the model's state of the video
         if isinstance(piece, Exception):
             bad.append(BadSample(index, describe(index), reason_of(piece)))
         else:
             entries[index] = piece
 
 
-def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | IndexEntry]:
-    """All frames of a video, in order, a few at a time (3, f, h, w), then the repeated ones, then its index entry."""
-    frames, count = frames_of(index), 0
+def _split_frames(load_frames: LoadFrames, index: int, frames_per_code: int) -> Iterator[Tensor | IndexEntry]:
+    """All frames of a video, in order, a few at a time (3, f, h, w); the repeated last frame; and its index entry."""
+    frames, count = load_frames(index), 0
     while chunk := list(itertools.islice(frames, PIECE_FRAMES)):
         yield torch.stack([frame for frame, _ in chunk], dim=1)
         count += len(chunk)
@@ -185,18 +183,18 @@ def _round_robin(
     start: Callable[[int], Iterator[Tensor | IndexEntry]], indices: Iterable[int], num_threads: int
 ) -> Iterator[tuple[int, Tensor | IndexEntry | Exception]]:
     """The items of several videos in round-robin order; an error of a video is yielded and ends the video."""
-    pending = ((index, start(index)) for index in indices)
+    videos = ((index, start(index)) for index in indices)
     with ThreadPoolExecutor(num_threads) as pool:
-        turns = deque((*video, pool.submit(next, video[1])) for video in itertools.islice(pending, num_threads))
-        while turns:
-            index, video, future = turns.popleft()
+        queue = deque((*video, pool.submit(next, video[1])) for video in itertools.islice(videos, num_threads))
+        while queue:
+            index, video, future = queue.popleft()
             piece: Any
             try:
                 piece = future.result()
             except (OSError, ValueError) as error:
                 piece = error
-            # While the model encodes, the thread decodes the next piece, or the next video after the end of one.
-            next_video = (index, video) if isinstance(piece, Tensor) else next(pending, None)
+            # While the model encodes this piece, the thread decodes the next piece, or the first one of the next video.
+            next_video = (index, video) if isinstance(piece, Tensor) else next(videos, None)
             if next_video is not None:
-                turns.append((*next_video, pool.submit(next, next_video[1])))
+                queue.append((*next_video, pool.submit(next, next_video[1])))
             yield index, piece

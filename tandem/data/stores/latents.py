@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LATENTS, FLIPPED, LABELS = "latents", "latents_flip", "labels"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = (*DTYPES.values(), "int64")
-_CLASS = re.compile("[0-9]{1,9}")
+_CLASS_NUMBER = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class LabelField(Field):
     """ "label": the class of an image, 0, 1, ...
 
     Args:
-        is_said: Whether the number, or the name of a table's class, is in a .cls beside the image, or in a column cls
+        is_stated: Whether the number, or the name of a table's class, is in a .cls beside the image, or in a column cls
             or label of its row. Otherwise the first folder of its name gives the class.
         numbers: The numbers of the classes by name. An image in no folder has the number after the last, which trainers
             of diffusion transformers take for no class.
-        name_of: index -> the name of the image, as of a `RecordSource`.
+        name_of: index -> the name of the image, see `RecordSource.name`.
         is_needed: Whether an image whose class is neither a number nor such a name is bad; if not, it has no label.
     """
 
-    is_said: bool
+    is_stated: bool
     numbers: Mapping[str, int]
     name_of: Callable[[int], str]
     is_needed: bool = True
@@ -63,12 +63,12 @@ class LabelField(Field):
     spec: ClassVar[FieldSpec] = FieldSpec("class", "class", (".cls",), ("cls", "label"), as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        if not self.is_said:
+        if not self.is_stated:
             return {"label": self.numbers.get(_first_folder(self.name_of(index)), len(self.numbers))}
         cls = record.get(self.spec.name)
         text = read_sentence(cls) if isinstance(cls, FileRef) else sentence(str(next(iter((cls or {}).values()), "")))
         number = self.numbers.get(text, text)
-        if not _CLASS.fullmatch(str(number)):
+        if not _CLASS_NUMBER.fullmatch(str(number)):
             if not self.is_needed:
                 return {}
             raise ValueError(f"its class is {text[:40]!r}: its .cls, or cls in its row, has to be a number from 0 on")
@@ -81,27 +81,27 @@ def _first_folder(name: str) -> str:
 
 
 def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> SampleDataset:
-    """A set of images with their "label", which may be missing unless it `is_needed` (see `LabelField`). Names of
-    classes have their numbers in a table. If no image has a class beside it, the folders, also those of members of
-    tars, are numbered in sorted order, as by torchvision's ImageFolder. See `open_records` for `spec` and what is
-    raised, and `ImageField` for the arguments."""
-    image, names = ImageField(**options), list[str]()
+    """A set of images with their "label" (see `LabelField` for `is_needed`). A class that a table names has its number
+    there. If no image has a class beside it, the folders, also those of members of tars, are numbered in sorted order,
+    as torchvision's ImageFolder does. See `open_records` for `spec` and what is raised, and `ImageField` for the
+    arguments."""
+    image, class_names = ImageField(**options), list[str]()
     source = open_records(spec, [image.spec, LabelField.spec], "shapes", image.seed)
     is_stated = has_content(source, LabelField.spec.name)
     if is_stated:
-        names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
+        class_names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
     else:
-        names = sorted({_first_folder(source.name(index)) for index in range(len(source))} - {""})
-    numbers = {name: number for number, name in enumerate(names)}
-    return SampleDataset(source, [image, LabelField(is_stated, numbers, source.name, is_needed)])
+        class_names = sorted({_first_folder(source.name(index)) for index in range(len(source))} - {""})
+    class_numbers = {name: number for number, name in enumerate(class_names)}
+    return SampleDataset(source, [image, LabelField(is_stated, class_numbers, source.name, is_needed)])
 
 
 def labels_line(labels: Collection[int | None]) -> str:
     """The line about the labels of a set; None stands for an image without a label."""
-    numbers = {label for label in labels if label is not None}
-    if numbers - {0}:
-        text = f"{len(numbers)} different ones, {min(numbers)} to {max(numbers)}"
-    elif numbers:
+    classes = {label for label in labels if label is not None}
+    if classes - {0}:
+        text = f"{len(classes)} different ones, {min(classes)} to {max(classes)}"
+    elif classes:
         text = "all 0; a class is a column cls or label, KEY.cls, or the first folder of a relative path"
     else:
         return "labels: none, because no class is a number"
@@ -109,21 +109,21 @@ def labels_line(labels: Collection[int | None]) -> str:
 
 
 class LatentWriter(ShardWriter):
-    """Shards of latents, from rows of moments fp32 (v, 2 d, h, w): those of an image, and, if v is 2, of the mirrored
-    image. A sample depends only on the noise and the number of the image."""
+    """Shards of latents, from rows of moments fp32 (v, 2 d, h, w): those of an image and, if v is 2, of the mirrored
+    image. A sample of the Gaussian depends only on the noise and the index of the image."""
 
     def __init__(self, noise: Noise, *arguments: Any, npy: bool) -> None:
         super().__init__(*arguments, npy=npy)
         self._noise = noise
 
     def columns(self, rows: Tensor, entries: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
-        settings, (latents, deviation) = self.output.settings, rows.chunk(2, dim=2)
+        settings, (latents, deviations) = self.output.settings, rows.chunk(2, dim=2)
         if settings["latent"] == "sample":
             noise = [self._noise.normal(view, items, latents.shape[2:]) for view in range(latents.shape[1])]
-            latents = latents + deviation * torch.stack(noise, 1)
+            latents = latents + deviations * torch.stack(noise, 1)
         scale, shift = _read_scale(settings)
-        latents, deviation = (latents - shift) * scale, deviation * scale
-        latents = torch.cat([latents, deviation], 2) if settings["latent"] == "moments" else latents
+        latents, deviations = (latents - shift) * scale, deviations * scale
+        latents = torch.cat([latents, deviations], 2) if settings["latent"] == "moments" else latents
         latents = latents.to(getattr(torch, settings["dtype"]))
         if not latents.isfinite().all():
             raise ValueError(f"latents are not finite in {settings['dtype']}: give --latent_dtype bf16 or fp32")
@@ -155,11 +155,11 @@ class StoredLatents(StoredCodes):
         statistics: dict[int, list[list[float]]] = {}
         for shard in shards:
             with explain_errors(self.folder / self.index["shards"][shard]["file"]):
-                numbers = self._read_latents(shard).double().transpose(0, 1).flatten(1)
+                latents = self._read_latents(shard).double().transpose(0, 1).flatten(1)
             statistics[shard] = [
-                [len(row), *map(float, (row.sum(), row.square().sum(), row.min(), row.max()))]
-                for row in numbers
-                if len(row)
+                [len(channel), *map(float, (channel.sum(), channel.square().sum(), channel.min(), channel.max()))]
+                for channel in latents
+                if len(channel)
             ]
         return statistics
 
@@ -167,7 +167,7 @@ class StoredLatents(StoredCodes):
         """The stored latents, or the means of moments, in fp32."""
         index, entry = self.index, self.index["shards"][shard]
         grid = index["grid"]
-        if "latent_dtype" in index:  # an earlier version's: it says (v, 2 d, h, w), the shape of moments
+        if "latent_dtype" in index:  # in older folders the grid is (v, 2 d, h, w), the shape of moments
             grid = [grid[1] if index["latent"] == "moments" else grid[1] // 2, *grid[2:]]
         shape = (entry["rows"], *grid)
         shapes = {LATENTS: shape, **({FLIPPED: shape} if index["with_flip"] else {}), LABELS: shape[:1]}
@@ -175,17 +175,16 @@ class StoredLatents(StoredCodes):
         return latents.chunk(2, dim=1)[0] if index["latent"] == "moments" else latents
 
 
-def channel_lines(shards: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
+def channel_lines(statistics: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
     """A line for each channel with mean, standard deviation and range, from the statistics of `StoredLatents.channels`.
     The text does not depend on the spread of shards over processes."""
-    channels = zip(*(shards[shard] for shard in sorted(shards) if shards[shard]), strict=True)
-    for channel, shard_statistics in enumerate(channels):
-        counts, sums, squares, lowest, highest = zip(*shard_statistics, strict=True)
+    channels = zip(*(statistics[shard] for shard in sorted(statistics) if statistics[shard]), strict=True)
+    for channel, channel_statistics in enumerate(channels):
+        counts, sums, squares, lowest, highest = zip(*channel_statistics, strict=True)
         mean, square = (math.fsum(totals) / math.fsum(counts) for totals in (sums, squares))
         deviation = math.sqrt(max(square - mean**2, 0.0))
-        yield (
-            f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {min(lowest):.4g} to {max(highest):.4g}"
-        )
+        extent = f"{min(lowest):.4g} to {max(highest):.4g}"
+        yield f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {extent}"
 
 
 def _read_scale(settings: Mapping[str, Any]) -> tuple[float, float]:

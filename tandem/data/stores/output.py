@@ -25,8 +25,8 @@ _LONGEST_VALUE = 40
 class OutputFolder:
     """A folder that rank 0 makes, locks and claims for one command. All processes must construct this object together.
 
-    settings.json holds the settings with which the folder was begun; a command with other settings is refused. The lock
-    is held as long as the object exists.
+    settings.json holds the settings with which the folder was begun; a command with other settings is refused. The
+    folder stays locked as long as the object exists.
 
     Args:
         settings: Everything that the content depends on, as JSON values, equal on all processes.
@@ -66,19 +66,19 @@ class OutputFolder:
             (self.path / name).parent.mkdir(exist_ok=True)
             writing.write_atomically(self.path / name, content)
 
-    def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:
+    def rounds(self, shards: Sequence[int], verb: str) -> Iterator[int | None]:
         """Spread shards over the processes: yields this process's shard of each round, or None if there is none for it,
-        so that every process has the same number of rounds. Each round ends with a line about the shards that are
-        `done` (a word such as "encoded"). Raises AskedToStop after a signal, before the next round."""
+        so that every process has the same number of rounds. After each round a line states how many shards are `verb`
+        (such as "encoded"). Raises AskedToStop after a signal, before the next round."""
         world = self.processes.world_size
         for first in range(0, len(shards), world):
             if self.processes.stop_requested(now=True):
                 n_left = len(shards) - first
                 self.say(f"asked to stop: the same command goes on with the last {counted(n_left, 'shard')}")
                 raise AskedToStop
-            number = first + self.processes.rank
-            yield shards[number] if number < len(shards) else None
-            self.say(f"{done} {min(first + world, len(shards))} of {counted(len(shards), 'shard')}")
+            position = first + self.processes.rank
+            yield shards[position] if position < len(shards) else None
+            self.say(f"{verb} {min(first + world, len(shards))} of {counted(len(shards), 'shard')}")
 
     def _open(self, fresh: bool) -> None:
         """Make, lock and claim the folder. Raises OSError and ValueError."""

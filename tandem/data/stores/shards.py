@@ -45,8 +45,8 @@ class EncodedShard(NamedTuple):
     """The items of a shard.
 
     Args:
-        parts: Arrays (n, ...), together the rows of the items that could be read, in order.
-        entries: The index entries of each item that could be read, with COUNT and GRID, see `row_count`.
+        parts: Arrays (n, ...) whose concatenation is the rows of the items that could be read, in order.
+        entries: The index entry of each item that could be read, with COUNT and GRID, see `row_count`.
         bad: The items that could not be read.
     """
 
@@ -55,9 +55,8 @@ class EncodedShard(NamedTuple):
     bad: list[BadSample]
 
 
-Encode = Callable[
-    [Sequence[range]], Iterator[EncodedShard]
-]  # the indices of the items of each shard -> the shards' content
+# The indices of the items of each shard -> the encoded shards
+Encode = Callable[[Sequence[range]], Iterator[EncodedShard]]
 
 
 class ShardWriter:
@@ -76,20 +75,20 @@ class ShardWriter:
     ) -> None:
         self.output, self._name, self._names, self._with_npy = output, name, names, npy
         self._empty = torch.as_tensor(empty)
-        numbers = range(len(names))
-        self._items = [numbers[first : first + per_shard] for first in range(0, len(names), per_shard)]
+        indices = range(len(names))
+        self._items = [indices[first : first + per_shard] for first in range(0, len(names), per_shard)]
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def fill(self, compute: Encode, counted: str, done: str, *, stop_at_bad: bool = False) -> tuple[int, int, float]:
-        """Compute and write all shards that are missing or damaged, then the index: the number of items of this run and
-        of unreadable items of all runs, over all processes; and the time in seconds. Collective.
+    def fill(self, compute: Encode, count_key: str, verb: str, *, stop_at_bad: bool = False) -> tuple[int, int, float]:
+        """Compute and write all shards that are missing or damaged, then the index. Returns the number of items of this
+        run and that of the unreadable items of all runs, over all processes; and the time in seconds. Collective.
 
-        `compute` gets the items of each shard of this process; index.json holds the number of readable
-        items as `counted`; `done` says in messages what has been done to a shard, such as "encoded". Raises
-        UserMistake, in one line, if the disk is full, or too many items cannot be read (with `stop_at_bad`: if any
-        item cannot be read); AskedToStop after a signal.
+        `compute` gets the items of each shard of this process; `count_key` is the key of the number of readable items
+        in index.json; `verb` is the participle for messages, such as "encoded". Raises UserMistake, in one line, if the
+        disk is full, or too many items cannot be read (with `stop_at_bad`: if any item cannot be read); AskedToStop
+        after a signal.
         """
         start_time, processes = time.perf_counter(), self.output.processes
         bad_by_shard: dict[int, list[BadSample]] = {}
@@ -101,11 +100,11 @@ class ShardWriter:
                         bad_by_shard[k] = self._check_shard(k)
         missing = processes.broadcast_object([k for k in range(len(self)) if k not in bad_by_shard])
         if not missing:
-            self.output.say(f"all shards ({len(self)}) were {done} before, nothing is left to do: {self.output.path}")
+            self.output.say(f"all shards ({len(self)}) were {verb} before, nothing is left to do: {self.output.path}")
         log = BadSampleLog(len(self._names))
         self._report_bad(log, itertools.chain(*bad_by_shard.values()), stop_at_bad)
         results = compute([self._items[k] for k in missing[processes.rank :: processes.world_size]])
-        for shard in self.output.rounds(missing, done):
+        for shard in self.output.rounds(missing, verb):
             bad: list[BadSample] = []
             with processes.raise_on_all_ranks():
                 if shard is not None:
@@ -116,18 +115,18 @@ class ShardWriter:
         seconds = time.perf_counter() - start_time
         with processes.raise_on_all_ranks():
             if processes.rank == 0:
-                self._write_index(counted)
+                self._write_index(count_key)
         return sum(len(self._items[k]) for k in missing), log.count, seconds
 
     def columns(self, rows: Tensor, entries: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
-        """The tensors of a file, each (n, ...), by name, of the rows of the items with these numbers."""
+        """The tensors of a file by name, each (n, ...): the rows of the items with these indices."""
         return {self._name: rows}
 
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
         """The .npy files of a shard, by name."""
         yield f"{self._name}-{shard:05d}.npy", columns[self._name].numpy()
 
-    def _file(self, shard: int) -> str:
+    def _file_name(self, shard: int) -> str:
         return f"{self._name}-{shard:05d}.safetensors"
 
     def _write(self, shard: int, encoded: EncodedShard) -> None:
@@ -136,13 +135,13 @@ class ShardWriter:
         assert (len(entries) + len(bad), _count_rows(entries)) == (len(self._items[shard]), len(rows)), (shard, encoded)
         columns = self.columns(rows, entries, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
         for name, array in self.arrays(shard, columns) if self._with_npy else ():
-            content = io.BytesIO()  # before the shard, whose existence means that all is complete
+            content = io.BytesIO()  # .npy files come before the shard, whose existence means that all are complete
             np.save(content, array, allow_pickle=False)
             self.output.write(name, content.getvalue())
-        self.output.write(self._file(shard), shard_bytes(columns, notes=entries, bad=bad))
+        self.output.write(self._file_name(shard), shard_bytes(columns, notes=entries, bad=bad))
 
     def _read_metadata(self, shard: int) -> Any:
-        with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
+        with safe_open(check_regular(self.output.path / self._file_name(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
 
     def _check_shard(self, shard: int) -> list[BadSample]:
@@ -152,12 +151,12 @@ class ShardWriter:
         count, empty = _count_rows(metadata["notes"]), self.columns(self._empty, [], [])
         shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
         dtypes = [_dtype_name(column) for column in empty.values()]
-        read_columns(self.output.path / self._file(shard), shapes, dtypes, metadata["sha256"])
+        read_columns(self.output.path / self._file_name(shard), shapes, dtypes, metadata["sha256"])
         if len(metadata["notes"]) + len(metadata["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
         return [BadSample(index, self._names[index], reason) for index, reason in metadata["bad"]]
 
-    def _write_index(self, counted: str) -> None:
+    def _write_index(self, count_key: str) -> None:
         """Write index.jsonl, then index.json. All shards must exist."""
         lines: list[dict[str, Any]] = []
         shards, bad = [], []
@@ -171,10 +170,10 @@ class ShardWriter:
                 else:
                     lines.append({"path": path, "shard": shard, "row": row, **next(entries)})
                     row += row_count(lines[-1])
-            shards.append({"file": self._file(shard), "rows": row, "sha256": metadata["sha256"]})
+            shards.append({"file": self._file_name(shard), "rows": row, "sha256": metadata["sha256"]})
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.output.write(LINES_FILE, text)
-        totals = {counted: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
+        totals = {count_key: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
         self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **totals, "shards": shards, "bad": bad}))
 
     def _report_bad(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
@@ -189,8 +188,8 @@ class ShardWriter:
 
 
 class StoredArrays:
-    """A complete folder of shards; `index` is index.json, and `sha256` its checksum. All methods raise ValueError, in
-    one line, if there is none, or it is incomplete, or a file does not agree with the index."""
+    """A complete folder of shards; `index` is the content of index.json, and `sha256` its checksum. All methods raise
+    ValueError, in one line, if there is no such folder, it is incomplete, or a file does not agree with the index."""
 
     def __init__(self, folder: str | Path, name: str) -> None:
         self.folder, self._name = Path(folder), name
@@ -211,8 +210,9 @@ class StoredArrays:
                     raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
 
     @contextlib.contextmanager
-    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
-        """The rows of a shard, checked against the index; errors of the body are explained, too."""
+    def open_rows(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
+        """Context with the rows of a shard, checked against the index; it explains errors of its body, too (see
+        `explain_errors`)."""
         entry = self.index["shards"][shard]
         with explain_errors(path := self.folder / entry["file"]):
             shapes = {self._name: (entry["rows"], *shape)}
@@ -228,22 +228,22 @@ class StoredArrays:
             raise ValueError("its checksum is not that of the index")
 
 
-def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
+def shard_bytes(columns: Mapping[str, Tensor], **metadata: Any) -> bytes:
     """The content of a shard. A single entry holds all metadata: several would have no fixed order."""
-    text = json.dumps({"sha256": _hash_columns(columns), **about})
+    text = json.dumps({"sha256": _hash_columns(columns), **metadata})
     return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
 
 
 def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Tensor]:
-    """The tensors of a shard, of these shapes and some of these types. Raises one of many errors if it is damaged: see
-    `explain_errors`."""
+    """The tensors of a shard, of these shapes, each of one of these types. Raises one of `_READ_ERRORS` if the shard is
+    damaged."""
     columns = {}
     with safe_open(check_regular(path), "pt") as file:
         for name, shape in shapes.items():
             if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
-                reason = f"the index claims a shape of {tuple(shape)} for it"
-                raise ValueError(f"{reason}, and it can have {_MOST_NUMBERS} numbers at most")
-            if (stored_shape := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
+                limit = f"and it can have {_MOST_NUMBERS} numbers at most"
+                raise ValueError(f"the index claims a shape of {tuple(shape)} for it, {limit}")
+            if (stored_shape := file.get_slice(name).get_shape()) != list(shape):  # compared before it is loaded
                 raise ValueError(f"it holds a shape of {tuple(stored_shape)}, not {tuple(shape)}")
             columns[name] = file.get_tensor(name)
             if (dtype := _dtype_name(columns[name])) not in dtypes:
@@ -254,7 +254,7 @@ def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], s
 
 
 def _hash_columns(columns: Mapping[str, Tensor]) -> str:
-    """Of the numbers of all columns, in the order of their names."""
+    """SHA-256 of the numbers of all columns, in the order of the columns' names."""
     numbers = (columns[name].flatten().view(torch.uint8).numpy().data for name in sorted(columns))
     return hashlib.sha256(b"".join(numbers)).hexdigest()
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PreciseLayerNorm(nn.LayerNorm):
-    """LayerNorm in the precision of its input, because powers exceed the range of fp16; returns the precision of its
+    """LayerNorm in the precision of its input, because powers exceed the range of fp16. Its output has the dtype of its
     weights."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,9 +28,9 @@ class PreciseLayerNorm(nn.LayerNorm):
 class PatchEmbedding(nn.Module):
     """Patches (b, n, p x p) -> (b, n, dim), normalised before and after (Kumar et al. 2023, "Dual PatchNorm").
 
-    The first norm removes the loudness of a patch, and with it whether a sound fades or swells. Mean and standard
-    deviation of the patch are therefore added after the norm, through asinh, which is about the identity for small
-    values and a logarithm for large ones, such as powers; without ``has_levels`` they are lost.
+    The first norm removes the loudness of a patch. With ``has_levels``, asinh of the mean and of the standard deviation
+    of each patch are therefore projected and added after the norm: asinh is about the identity for small values and a
+    logarithm for large ones, such as powers.
     """
 
     def __init__(self, patch_size: int, dim: int, has_levels: bool) -> None:
@@ -76,13 +76,13 @@ class RelativePositionBias(nn.Module):
         else:
             with torch.autocast(patches.device.type, enabled=False):  # bf16 does not tell 257 from 256
                 table = self.mlp(displacements.to(dtype))
-        # Patch (y, x) gets the cell y (2 columns - 1) + x, so that different displacements between patches are
-        # different differences between cells.
+        # Patch (y, x) has the cell y (2 columns - 1) + x, so that two displacements never have the same difference of
+        # cells.
         cells = patches // columns * (2 * columns - 1) + patches % columns
         centre = (rows - 1) * (2 * columns - 1) + columns - 1
         index = cells[:, :, None] - cells[:, None, :] + centre
         bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
-        return bias.contiguous()  # copy once here; otherwise each layer would make a copy
+        return bias.contiguous()  # one copy here instead of one in each layer
 
 
 class AudioTransformer(nn.Module):
@@ -97,16 +97,16 @@ class AudioTransformer(nn.Module):
 
     def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
-        dim, is_ours = config.audio_dim, config.layout == "tandem"
+        dim, is_tandem = config.audio_dim, config.layout == "tandem"
         if dim % 4 or dim < 8:
             problem = f"audio_dim {dim} is no multiple of 4 of at least 8"
             raise ValueError(f"{problem}, which sine and cosine of two coordinates need")
         self.dim, self.patch_size, self.patch_dropout = dim, config.patch_size, config.patch_dropout
         self.layout = config.layout
         self.layers = output_layers(config.audio_depth, config.hierarchical_layers, config.hierarchical_spacing)
-        self.embed = PatchEmbedding(config.patch_size, dim, has_levels=is_ours)
-        hidden = max(32, dim // 4) if is_ours else dim // 4
-        self.relative_bias = RelativePositionBias(config.tower_arguments("audio")["heads"], hidden, is_log=is_ours)
+        self.embed = PatchEmbedding(config.patch_size, dim, has_levels=is_tandem)
+        hidden = max(32, dim // 4) if is_tandem else dim // 4
+        self.relative_bias = RelativePositionBias(config.tower_arguments("audio")["heads"], hidden, is_log=is_tandem)
         self.transformer = Transformer(**config.tower_arguments("audio"))
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
 
@@ -114,7 +114,7 @@ class AudioTransformer(nn.Module):
         """Rows and columns of whole patches in a spectrogram."""
         return bands // self.patch_size, frames // self.patch_size
 
-    def kept(self, patches: int) -> int:
+    def num_kept(self, patches: int) -> int:
         """Number of patches that remain after dropout; at least one."""
         return patches - min(int(patches * self.patch_dropout), patches - 1)
 
@@ -135,10 +135,10 @@ class AudioTransformer(nn.Module):
         patches = rearrange(self.crop(spectrograms), "b (y i) (x j) -> b (y x) (i j)", i=p, j=p)
         positions = sincos_positions(rows, columns, self.dim, self.layout, spectrograms.device)
         indices = torch.arange(count, device=spectrograms.device)[None]
-        if noise is None or self.kept(count) == count:
+        if noise is None or self.num_kept(count) == count:
             positions = positions[None]
         else:
-            indices = noise.argsort(dim=1, stable=True)[:, : self.kept(count)]
+            indices = noise.argsort(dim=1, stable=True)[:, : self.num_kept(count)]
             patches = patches.gather(1, repeat(indices, "b n -> b n pixels", pixels=p * p))
             positions = positions[indices]
         x = self.embed(patches)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 # Decibels are relative to a power of 1, and clamped at 80 below the loudest of the clip.
 _AMIN, _TOP_DB = 1e-10, 80.0
 
-# Bands of loud music are between about -60 and 30 dB, silence is at -100 dB.
+# The range is mapped to [-1, 1]. Bands of loud music are between about -60 and 30 dB; silence is at -100 dB.
 _CENTRE_DB, _HALF_RANGE_DB = -20.0, 40.0
 
 MASK_NOISE = 4  # uniform numbers that the masks of one spectrogram need
-_LONGEST_FFT = 1 << 16
+_MAX_FFT = 1 << 16
 
 
 def check_waveforms(waveforms: Tensor) -> None:
@@ -38,9 +38,9 @@ class Spectrogram:
     Always computed in fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. This class is
     not a module and has no buffers, because some backends cast buffers.
 
-    A "log_mel" one has bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]; "power" has the
-    n_fft / 2 + 1 squared magnitudes as they are. A window of win_length samples is in the middle of a frame, which is 0
-    around it. Clips shorter than a patch are padded with silence.
+    The spectrogram "log_mel" has bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]; "power"
+    has the n_fft / 2 + 1 squared magnitudes. A window of win_length samples lies in the middle of a frame of n_fft
+    samples, and is 0 around it. Clips shorter than a patch are padded with silence.
 
     Raises:
         ValueError: one line that names the field of the configuration.
@@ -49,8 +49,8 @@ class Spectrogram:
     def __init__(self, config: MuLaNConfig) -> None:
         sample_rate, n_fft, hop_length, n_mels = config.sample_rate, config.n_fft, config.hop_length, config.n_mels
         win_length = config.win_length or n_fft
-        if not 2 <= n_fft <= _LONGEST_FFT:
-            raise ValueError(f"n_fft {n_fft} is not between 2 and {_LONGEST_FFT} samples")
+        if not 2 <= n_fft <= _MAX_FFT:
+            raise ValueError(f"n_fft {n_fft} is not between 2 and {_MAX_FFT} samples")
         if not 1 <= win_length <= n_fft:
             raise ValueError(f"win_length {win_length} is not between 1 and n_fft {n_fft}")
         if not 1 <= hop_length <= win_length:
@@ -67,13 +67,13 @@ class Spectrogram:
         self.fmin, self.fmax = float(fmin), float(fmax)
         self.min_samples = (config.patch_size - 1) * hop_length + n_fft % 2
         if self.padding == "reflect":
-            self.min_samples = max(self.min_samples, n_fft // 2 + 1)  # as much is needed beside the mirror
+            self.min_samples = max(self.min_samples, n_fft // 2 + 1)  # the mirrored part is shorter than the clip
         self.bands = n_mels if self.kind == "log_mel" else n_fft // 2 + 1
         if self.kind == "log_mel":
             _check_bands(sample_rate, n_fft, mel_edges(n_mels, self.fmin, self.fmax))
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def frames(self, samples: int) -> int:
+    def num_frames(self, samples: int) -> int:
         """Number of frames of a clip with this number of samples."""
         padded = max(samples, self.min_samples) + 2 * (self.n_fft // 2)
         return 1 + (padded - self.n_fft) // self.hop_length
@@ -86,8 +86,8 @@ class Spectrogram:
         """
         check_waveforms(waveforms)
         with torch.autocast(waveforms.device.type, enabled=False):
-            half, missing = self.n_fft // 2, max(0, self.min_samples - waveforms.shape[1])
-            waveforms = F.pad(at_least_fp32(waveforms), (0, missing))
+            half, num_missing = self.n_fft // 2, max(0, self.min_samples - waveforms.shape[1])
+            waveforms = F.pad(at_least_fp32(waveforms), (0, num_missing))
             waveforms = F.pad(waveforms, (half, half), "reflect" if self.padding == "reflect" else "constant")
             window, filters = self.prepare(waveforms.device, waveforms.dtype)
             spectrum = torch.stft(
@@ -146,8 +146,8 @@ def _check_bands(sample_rate: int, n_fft: int, edges: list[float]) -> None:
     spacing = sample_rate / n_fft
     for band, (low, high) in enumerate(zip(edges[:-2], edges[2:], strict=True)):
         if not (math.floor(low / spacing) + 1) * spacing < high:
-            frequencies = f"frequency of n_fft {n_fft} (every {spacing:.0f} Hz); use fewer bands or a larger n_fft"
-            raise ValueError(f"n_mels {len(edges) - 2}: band {band} ({low:.0f} to {high:.0f} Hz) has no {frequencies}")
+            hint = f"frequency of n_fft {n_fft} (every {spacing:.0f} Hz); use fewer bands or a larger n_fft"
+            raise ValueError(f"n_mels {len(edges) - 2}: band {band} ({low:.0f} to {high:.0f} Hz) has no {hint}")
 
 
 def spec_augment(spectrograms: Tensor, noise: Tensor, time_fraction: float, frequency_fraction: float) -> Tensor:
@@ -161,17 +161,17 @@ def spec_augment(spectrograms: Tensor, noise: Tensor, time_fraction: float, freq
         noise: (b, 4) uniform in [0, 1): length and place in time, length and place in frequency.
     """
     _, bands, frames = spectrograms.shape
-    in_time = _random_range(noise[:, 0], noise[:, 1], frames, time_fraction)
-    in_frequency = _random_range(noise[:, 2], noise[:, 3], bands, frequency_fraction)
-    return spectrograms.masked_fill(in_time[:, None, :] | in_frequency[:, :, None], 0.0)
+    time_mask = _random_mask(noise[:, 0], noise[:, 1], frames, time_fraction)
+    frequency_mask = _random_mask(noise[:, 2], noise[:, 3], bands, frequency_fraction)
+    return spectrograms.masked_fill(time_mask[:, None, :] | frequency_mask[:, :, None], 0.0)
 
 
-def _random_range(length_noise: Tensor, place_noise: Tensor, size: int, fraction: float) -> Tensor:
+def _random_mask(length_noise: Tensor, place_noise: Tensor, size: int, fraction: float) -> Tensor:
     """Uniform noise (b,) for length and place -> bool (b, size), true in one range of each row."""
     longest = min(int(fraction * size), size - 1)
     # Clamp, because noise just below 1 becomes 1 when it is rounded to half precision.
     length = (length_noise.float() * (longest + 1)).floor().clamp(0, longest)
-    places = size - length
-    start = (place_noise.float() * (places + 1)).floor().clamp(min=0).minimum(places)
+    last_start = size - length
+    start = (place_noise.float() * (last_start + 1)).floor().clamp(min=0).minimum(last_start)
     position = torch.arange(size, device=length.device)
     return (position >= start[:, None]) & (position < (start + length)[:, None])

@@ -19,7 +19,7 @@ from .log_mel import MASK_NOISE, Spectrogram, spec_augment
 from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower
 from .text_transformer import TextTransformer
 
-# The most elements of all tensors for one clip: 1 GiB in fp32.
+# Limit of the elements of all tensors for one clip: 1 GiB in fp32.
 _MAX_ELEMENTS = 1 << 28
 
 # Elements in memory for each attention weight with dropout: logit, weight, weight after dropout, 64-bit random words.
@@ -55,7 +55,7 @@ class _ClampedExp(torch.autograd.Function):
         return grad.masked_fill((tau > math.log(MAX_SCALE)) & (grad < 0), 0.0)
 
 
-class Latents(nn.Module):
+class LatentProjections(nn.Module):
     """Features of each output of a tower (b, h, dim) -> unit vectors (b, h, dim_latent) in fp32 or fp64.
 
     Autocast is off here, because the similarities multiply rounding errors of the latents by the scale.
@@ -75,13 +75,14 @@ class Latents(nn.Module):
 class MuLaN(Pretrained):
     """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
 
-    The length of the clips to train on sets only `noise_size`: any length can be encoded. Each of `hierarchical_layers`
-    below the final output has its own linear map, temperature and bias (Shukor et al. 2022, "ViCHA").
+    `noise_size` alone depends on the length of the training clips: clips of any length can be encoded. Each of
+    `hierarchical_layers` below the final output has its own linear map, temperature and bias (Shukor et al. 2022,
+    "ViCHA").
 
     The layout "musiclm" computes the same as the MuLaN of musiclm-pytorch 0.2.8 (`weights.formats.musiclm`), so that
-    its MusicLM can be conditioned on it: spectrograms are raw powers, and mirrored at the ends; patches are normalised
-    and lose their level; positions have other frequencies; displacements between patches are not compressed; every
-    token 0 is padding; intermediate layers are spaced evenly from the first one on.
+    its MusicLM can be conditioned on it: spectrograms are powers; clips are mirrored at their ends; patches are
+    normalised and lose their level; positions have other frequencies; displacements between patches are not compressed;
+    every token 0 is padding; intermediate layers are spaced evenly from the first one on.
 
     Raises:
         ValueError: one line that names the field of the configuration.
@@ -118,9 +119,9 @@ class MuLaN(Pretrained):
             text = TextTransformer(config)
         outputs = config.hierarchical_layers + 1
         # Registered in the order of calls: gradients are sent in the reverse order of registration.
-        self.audio_latents = Latents(outputs, config.audio_dim, config.dim_latent)
+        self.audio_latents = LatentProjections(outputs, config.audio_dim, config.dim_latent)
         self.text = text
-        self.text_latents = Latents(outputs, config.text_dim, config.dim_latent)
+        self.text_latents = LatentProjections(outputs, config.text_dim, config.dim_latent)
         # t of Radford et al. 2021, log of the inverse temperature; other papers call the temperature itself tau.
         self.tau = nn.Parameter(torch.full((outputs,), math.log(config.init_temperature)))
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
@@ -128,16 +129,16 @@ class MuLaN(Pretrained):
     def _check_clip(self) -> None:
         """Set `clip_elements`, the number of tensor elements that a clip of clip_seconds takes at once: its samples,
         its spectrum and its attention weights. Raise a ValueError if there are too many."""
-        config, frames = self.config, self.frontend.frames(self.clip_samples)
+        config, frames = self.config, self.frontend.num_frames(self.clip_samples)
         tower = config["audio_tower"]
         if tower and frames > tower["max_length"]:
             limit = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {limit}; use shorter clips")
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
-        weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
-        self.clip_elements = self.clip_samples + frames * (config["n_fft"] + 2) + weights
-        dropout_numbers = (_DROPOUT_ELEMENTS - 1) * weights if config["attn_dropout"] and not tower else 0
-        if self.clip_elements + dropout_numbers >= _MAX_ELEMENTS:
+        num_weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
+        self.clip_elements = self.clip_samples + frames * (config["n_fft"] + 2) + num_weights
+        dropout_elements = (_DROPOUT_ELEMENTS - 1) * num_weights if config["attn_dropout"] and not tower else 0
+        if self.clip_elements + dropout_elements >= _MAX_ELEMENTS:
             problem = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
             raise ValueError(
                 f"{problem} takes more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB, because attention compares each patch "
@@ -147,8 +148,8 @@ class MuLaN(Pretrained):
     def _check_caption(self) -> None:
         """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
         config = self.config
-        weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
-        if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * weights >= _MAX_ELEMENTS:
+        num_weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
+        if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * num_weights >= _MAX_ELEMENTS:
             problem = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
             raise ValueError(f"{problem} {4 * _MAX_ELEMENTS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
 
@@ -191,7 +192,8 @@ class MuLaN(Pretrained):
         if keys is not None and keys.shape != (len(waveforms), 2):
             raise ValueError(f"keys of shape {tuple(keys.shape)}: {len(waveforms)} pairs take ({len(waveforms)}, 2)")
         audio_keys, text_keys = (None, None) if keys is None else (derive_keys(keys, 0), derive_keys(keys, 1))
-        audio, text = self._audio_latents(waveforms, noise, audio_keys), self._text_latents(tokens, lengths, text_keys)
+        audio = self._audio_latents(waveforms, noise, audio_keys)
+        text = self.text_latents(self.text(tokens, lengths, text_keys))
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
         return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
@@ -202,7 +204,7 @@ class MuLaN(Pretrained):
 
     def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Tokens int64 (b, t), of which the first ``lengths`` (b,) of a row count -> unit vectors (b, dim_latent)."""
-        return self._text_latents(tokens, lengths)[:, 0]
+        return self.text_latents(self.text(tokens, lengths))[:, 0]
 
     def spectrogram(self, waveforms: Tensor) -> Tensor:
         """Waveforms (b, n) -> input of the audio tower (b, bands, frames) in fp32 or fp64: log-mel, about in [-2, 2],
@@ -221,9 +223,6 @@ class MuLaN(Pretrained):
             spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
         return self.audio_latents(self.audio(spectrograms, noise, keys))
 
-    def _text_latents(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
-        return self.text_latents(self.text(tokens, lengths, keys))
-
     def _noise_size(self, samples: int) -> int:
-        rows, columns = self.audio.grid(self.frontend.bands, self.frontend.frames(samples))
+        rows, columns = self.audio.grid(self.frontend.bands, self.frontend.num_frames(samples))
         return MASK_NOISE + rows * columns

@@ -23,12 +23,12 @@ from tandem.models.layers.attention import SDPA_KERNELS, at_least_fp32, output_l
 from tandem.models.layers.recompute import recomputed
 
 from .log_mel import check_waveforms
-from .text_transformer import checked_tokens
+from .text_transformer import mask_tokens
 
 _CLASSES = TEXT_KINDS | AUDIO_KINDS
 _FRAME, _HOP, _N_FFT = 400, 160, 512  # samples: 25 ms, 10 ms, and the next power of two
 _LOWEST_HZ, _PREEMPHASIS = 20.0, 0.97
-_FLOOR = 2.0**-23  # energies are raised to this, fp32's epsilon
+_MIN_ENERGY = 2.0**-23  # energies are raised to this, fp32's epsilon
 
 
 def transformers() -> Any:
@@ -52,8 +52,8 @@ def transformers() -> Any:
     return transformers
 
 
-def network_of(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """For the configuration of a tower, the class of transformers' model and the arguments of its constructor: a
+def get_constructor(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """For the configuration of a tower, the class of transformers' model, and the arguments of its constructor: its
     configuration, and keyword arguments."""
     with torch.device("cpu"):  # modules create constants when they are imported
         model_class = getattr(transformers(), _CLASSES[config["model_type"]])
@@ -64,13 +64,13 @@ def network_of(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
 
 
 class _Tower(nn.Module):
-    """The base of both kinds of towers. A file holds the weights of `encoder`. The `norms` of the layers below the last
-    are trained even if the tower is frozen."""
+    """The base of both kinds of towers. The weights of `encoder` come from a file. The `norms` of the layers below the
+    last are trained even if the tower is frozen."""
 
-    def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
+    def __init__(self, config: Mapping[str, Any], num_lower: int, recompute: bool, spacing: str, frozen: bool) -> None:
         super().__init__()
         self.frozen = frozen
-        network_class, network_config, options = network_of(config)
+        network_class, network_config, options = get_constructor(config)
         self.encoder = network_class(network_config, **options).requires_grad_(not frozen)
         if recompute and not frozen:
             self.encoder.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -79,29 +79,29 @@ class _Tower(nn.Module):
                     module._gradient_checkpointing_func = partial(recomputed, when=True)
         for module in self.encoder.modules():
             module.register_forward_pre_hook(_view_inputs)
-        self.read = output_layers(config["num_hidden_layers"], below, spacing)
-        self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.read[1:])
+        self.layers = output_layers(config["num_hidden_layers"], num_lower, spacing)
+        self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.layers[1:])
 
-    def _features(self, feature: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
-        """The ``feature`` (b, dim) of the outputs (b, n, dim) of the layers that are read, the last one first, after
-        the encoder's own norm -> (b, 1 + layers below, dim)."""
+    def _features(self, pool: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
+        """Features of `layers`: ``pool`` turns the output (b, n, dim) of each layer, of the last one after the
+        encoder's own norm, into (b, dim) -> (b, 1 + num_lower, dim)."""
         with torch.no_grad() if self.frozen else nullcontext():
-            out = self.encoder(**inputs, output_hidden_states=len(self.read) > 1)
-            last, *below = map(
-                feature, [out.last_hidden_state, *(out.hidden_states[1 + layer] for layer in self.read[1:])]
+            out = self.encoder(**inputs, output_hidden_states=len(self.layers) > 1)
+            last, *lower = map(
+                pool, [out.last_hidden_state, *(out.hidden_states[1 + layer] for layer in self.layers[1:])]
             )
-        return torch.stack([last, *(norm(output) for norm, output in zip(self.norms, below, strict=True))], dim=1)
+        return torch.stack([last, *(norm(output) for norm, output in zip(self.norms, lower, strict=True))], dim=1)
 
 
 def _view_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Views of a module's inputs, which sum the gradients of its own uses before those of other uses are added. ZeRO 3,
-    FSDP and recomputation sum in this order where they wrap a module; with the views the bits are the same without."""
+    """Views of a module's inputs. At a view the gradients of the module's uses of an input are summed, before those of
+    other uses are added. ZeRO 3, FSDP and recomputation sum in this order: bits do not depend on their use."""
     return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in inputs)
 
 
 class PretrainedTextTower(_Tower):
     """Tokens to the features of the token that stands for the text: the last one of CLIP, which marks the end, and the
-    first of BERT and RoBERTa. Of the same interface as `TextTransformer`.
+    first of BERT and RoBERTa. It has the interface of `TextTransformer`.
 
     Args:
         config: One that `check_tower` accepts: "model_type", one of TEXT_KINDS, and those of FIELDS that transformers'
@@ -116,23 +116,23 @@ class PretrainedTextTower(_Tower):
 
     def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
         """As that of `TextTransformer`; the keys are not used."""
-        tokens, counts = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
+        tokens, is_token = mask_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rows = torch.arange(len(tokens), device=tokens.device)
+        row_indices = torch.arange(len(tokens), device=tokens.device)
         inputs = {"input_ids": tokens, "position_ids": (self.first_position + positions)[None]}
         if self.is_clip:  # no token sees a later one
             read_positions = (lengths - 1).clamp(min=0)
         else:
             read_positions = torch.zeros_like(lengths)
             # The first token is never hidden, so that no row is empty.
-            inputs |= {"attention_mask": (counts | (positions == 0))[:, None, None, :],
+            inputs |= {"attention_mask": (is_token | (positions == 0))[:, None, None, :],
                        "token_type_ids": torch.zeros_like(tokens)}  # fmt: skip
-        return self._features(lambda output: output[rows, read_positions], **inputs)
+        return self._features(lambda output: output[row_indices, read_positions], **inputs)
 
 
 class PretrainedAudioTower(_Tower):
-    """Log-mel spectrograms to the mean of the features of AST's two class tokens. Of the same interface as
-    `AudioTransformer`, but without patch dropout.
+    """Log-mel spectrograms to the mean of the features of AST's two class tokens. It has the interface of
+    `AudioTransformer`, but no patch dropout.
 
     Args:
         config: One that `check_tower` accepts: "model_type", one of AUDIO_KINDS, those of FIELDS that transformers'
@@ -144,10 +144,10 @@ class PretrainedAudioTower(_Tower):
     def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
         super().__init__(config, below, recompute, spacing, frozen)
         self.frames = config["max_length"]
-        self.silence = -config["mean"] / (2 * config["std"])  # 0 before it is normalised
+        self.silence = -config["mean"] / (2 * config["std"])  # a log energy of 0, normalised
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:
-        """(0, 0): no patch is dropped, so none needs noise."""
+        """(0, 0): the tower drops no patches, so it needs no noise."""
         return 0, 0
 
     def crop(self, spectrograms: Tensor) -> Tensor:
@@ -168,9 +168,9 @@ class Fbank:
     one by one on the CPU: frames inside the clip, each without its mean, with a pre-emphasis and a symmetric Hann
     window; natural logarithms of the energies in bands; minus a mean and over twice a standard deviation.
 
-    Computed for all clips at once, on their device, where the extractor takes 50 ms of the CPU for a clip of 10 s; in
-    fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. Not a module: see
-    `log_mel.Spectrogram`, of which this has the interface.
+    All clips are computed at once, on their device; the extractor takes 50 ms of a CPU for a clip of 10 s. Always in
+    fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. It has the interface of
+    `log_mel.Spectrogram`, and is no module for the same reason.
 
     Args:
         config: That of a `PretrainedAudioTower`; "num_mel_bins", "mean" and "std" are used.
@@ -181,7 +181,7 @@ class Fbank:
         self.mean, self.std = config["mean"], config["std"]
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def frames(self, samples: int) -> int:
+    def num_frames(self, samples: int) -> int:
         """Number of frames of a clip with this number of samples; a clip shorter than a frame is padded to one."""
         return 1 + (max(samples, _FRAME) - _FRAME) // _HOP
 
@@ -198,10 +198,10 @@ class Fbank:
             window, filters = self.prepare(waveforms.device, waveforms.dtype)
             frames = waveforms.unfold(1, _FRAME, _HOP)
             frames = frames - frames.mean(dim=-1, keepdim=True)
-            previous = F.pad(frames[..., :-1], (1, 0))  # the first sample has none, and its weight is 0
+            previous = F.pad(frames[..., :-1], (1, 0))  # the window is 0 at the first sample, which has none
             spectrum = torch.fft.rfft((frames - _PREEMPHASIS * previous) * window, _N_FFT)
             power = spectrum.real.square() + spectrum.imag.square()
-            bands = (power @ filters).clamp(min=_FLOOR).log().mT
+            bands = (power @ filters).clamp(min=_MIN_ENERGY).log().mT
             return (bands - self.mean) / (2 * self.std)
 
     def prepare(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ class Fbank:
             from transformers.audio_utils import mel_filter_bank
 
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of bands narrower than a bin, as AST's lowest ones
+                warnings.simplefilter("ignore")  # AST's lowest bands are narrower than a bin
                 filters = mel_filter_bank(
                     num_frequency_bins=_N_FFT // 2 + 1, num_mel_filters=self.bands, min_frequency=_LOWEST_HZ,
                     max_frequency=SAMPLE_RATE / 2, sampling_rate=SAMPLE_RATE, mel_scale="kaldi",

@@ -16,9 +16,8 @@ _INIT_STD = 0.02
 
 
 class TextTransformer(nn.Module):
-    """Tokens (b, t) in [0, vocab_size), t <= max_text_tokens, to the features at the class token, of the final output
-    and of hierarchical_layers layers below it. In the layout "musiclm" the token 0 is hidden from the others, wherever
-    it stands."""
+    """Tokens (b, t) in [0, vocab_size), t <= max_text_tokens, to the features of the class token, in the final output
+    and in hierarchical_layers layers below it. In the layout "musiclm" no token attends to a token 0."""
 
     def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
@@ -43,10 +42,10 @@ class TextTransformer(nn.Module):
 
         Raises:
             ValueError: tokens or lengths of another shape, more than max_tokens columns or, on the CPU, a token outside
-                the vocabulary. On a GPU this check would have to wait for the device, so it is left out; there the
-                embedding look-up stops the process.
+                the vocabulary. A GPU checks no tokens, because the host would wait for it; there the embedding
+                look-up stops the process.
         """
-        tokens, is_token = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
+        tokens, is_token = mask_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if self.pad is not None:
             is_token = is_token & (tokens != self.pad)
@@ -59,7 +58,7 @@ class TextTransformer(nn.Module):
         return torch.stack([norm(outputs[layer][:, 0]) for layer, norm in pairs], dim=1)
 
 
-def checked_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int, max_tokens: int) -> tuple[Tensor, Tensor]:
+def mask_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int, max_tokens: int) -> tuple[Tensor, Tensor]:
     """Tokens (b, t) with 0 in place of those beyond lengths (b,), and a mask of the others, bool (b, t). Raises
     ValueError as `TextTransformer.forward`."""
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:

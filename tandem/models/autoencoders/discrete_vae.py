@@ -30,10 +30,9 @@ class VAEOutput(NamedTuple):
 
 
 class Codebook(nn.Embedding):
-    """Codebook entries (D,), looked up by code or mixed by weight.
+    """Looks entries (D,) of a codebook up by code, or mixes them by weights.
 
-    The look-up and the mixing are both calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module
-    when the module is called.
+    Both are calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module when the module is called.
     """
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -122,12 +121,12 @@ class DiscreteVAE(Pretrained):
         Args:
             noise: Standard Gumbel (b, num_tokens, s, s); None for no noise, which makes the pass deterministic.
             temperature: Temperature of the softmax over codes.
-            with_codes: Give the codes too, which costs a pass over the logits.
+            with_codes: Return the codes, too, which costs a pass over the logits.
         """
         target = self._normalize(images)
         logits = self._logits(target).float()  # softmax and losses stay in fp32 under autocast
-        codes = self._relax(logits, noise, temperature)
-        out = self.decoder(rearrange(self.codebook(codes), "b h w d -> b d h w")).float()
+        code_weights = self._relax(logits, noise, temperature)
+        out = self.decoder(rearrange(self.codebook(code_weights), "b h w d -> b d h w")).float()
         recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
         kl = self._kl_from_uniform(logits)
         return VAEOutput(self._denormalize(out), recon_loss, kl, logits.argmax(dim=-1) if with_codes else None)
@@ -166,8 +165,8 @@ class DiscreteVAE(Pretrained):
         x = channels_last(x.to(self._mean.dtype))  # the weights may have been cast to half precision
         for layer in layers:
             x = layer(x)
-        # With K = 8192 softmax and codebook are bound by memory traffic. If the last axis of the logits is contiguous,
-        # both take a quarter less time, forward and backward.
+        # With K = 8192 the speed of softmax and codebook is that of the memory. Logits whose last axis is contiguous
+        # save both a quarter of their time, forward and backward.
         return rearrange(to_logits(channels_last(x)), "b k h w -> b h w k")
 
     def _relax(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
@@ -211,7 +210,7 @@ def _check_image_size(image_size: int, num_layers: int) -> None:
         raise ValueError(f"num_layers {num_layers}: no image can be halved so often; use a small number such as 3")
     smallest = 2**num_layers
     if image_size < smallest or image_size & (image_size - 1):
-        below = 1 << max(image_size, 1).bit_length() - 1
-        hint = f"use {below} or {2 * below}" if below >= smallest else f"use {smallest}"
+        smaller = 1 << max(image_size, 1).bit_length() - 1
+        hint = f"use {smaller} or {2 * smaller}" if smaller >= smallest else f"use {smallest}"
         rule = f"must be a power of two and at least 2^num_layers = {smallest}"
         raise ValueError(f"image_size {image_size} {rule}; {hint}")

@@ -13,9 +13,9 @@ from tandem.config.models.autoencoders import DiscriminatorConfig, VideoDiscrimi
 from tandem.models.base import Pretrained
 from tandem.models.layers.convolutional import channels_last, group_norm, leaky_relu
 
-_LAST_KERNEL = 4  # side in space of the unpadded convolution that gives the logits
-_MOST_LAYERS = 40
-_TIME_STRIDES = (1, 2)  # distances in frames of the frames that each clip head sees
+_LAST_KERNEL = 4  # height and width of the unpadded convolution that computes the logits
+_MAX_LAYERS = 40
+_TIME_STRIDES = (1, 2)  # of each clip head: it sees every frame, or every second one
 _TIME_HALVINGS = 2
 
 
@@ -40,8 +40,8 @@ class Discriminator(Pretrained):
         if min(dim, channels, layers) < 1:
             sizes = f"dim {dim}, {channels} channels and {layers} layers"
             raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1 (--discr_dim, --discr_layers)")
-        if layers > _MOST_LAYERS:
-            hint = f"lower --discr_layers to at most {_MOST_LAYERS}"
+        if layers > _MAX_LAYERS:
+            hint = f"lower --discr_layers to at most {_MAX_LAYERS}"
             raise ValueError(f"a discriminator of {layers} layers halves images as often: {hint}")
         widths = [dim] + [dim * 2**level for level in range(layers)]
         self.smallest_side = _LAST_KERNEL * 2**layers
@@ -81,12 +81,11 @@ class VideoDiscriminator(Pretrained):
     """Videos to one tensor of logits for each head, positive where a patch looks real.
 
     The first head is a `Discriminator`, which sees one frame of each clip. The others are patch discriminators with 3-D
-    convolutions, which see every frame, every second frame and so on, because one of them alone would either be blind
-    to slow motion or to fast motion. No sample influences another's logits, and all operations can be differentiated
-    twice, as a gradient penalty needs.
+    convolutions: one sees every frame, for fast motion, and one every second frame, for slow motion. No sample
+    influences another's logits, and all operations can be differentiated twice, as a gradient penalty needs.
 
-    A clip head with time stride s takes clips of more than s frames and gives no logits for shorter ones. So only the
-    frame head takes one-frame videos, which are images; the momentum of an optimizer still moves the others.
+    A clip head with time stride s computes logits of clips of more than s frames only. So images, videos of one frame,
+    train the frame head alone; the momentum of an optimizer still moves the others.
 
     Raises:
         ValueError: a number that is not positive.
@@ -102,7 +101,7 @@ class VideoDiscriminator(Pretrained):
 
     @property
     def num_heads(self) -> int:
-        """Heads in all, and logits that clips with enough frames get."""
+        """Number of heads, which is the number of logit tensors for clips with enough frames."""
         return 1 + len(self.clip_heads)
 
     def forward(self, videos: Tensor, frames: Tensor) -> list[Tensor]:
@@ -117,7 +116,7 @@ class VideoDiscriminator(Pretrained):
         images = videos[torch.arange(len(videos), device=videos.device), :, frames]
         x = videos.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
         heads = zip(_TIME_STRIDES, self.clip_heads, strict=True)
-        frame_logits = self.frame_head(images)  # in the order of registration, in reverse of which gradients are sent
+        frame_logits = self.frame_head(images)  # first, as registered: gradients are sent in the reverse order
         return [frame_logits, *(head(x[:, :, ::stride]).float() for stride, head in heads if videos.shape[2] > stride)]
 
     def check_side(self, pixels: int) -> None:
@@ -129,7 +128,7 @@ class _ClipHead(nn.Module):
     """Videos (b, c, f, h, w) -> logits (b, 1, f', h', w').
 
     ``layers`` halvings of the side to dim, 2 dim, 4 dim, ... channels, of which the second and the third also halve the
-    time. Unlike the frame head it has no convolution at full resolution: for many frames that would cost most of all.
+    time. Unlike the frame head it has no convolution at full resolution, which would cost most for many frames.
     """
 
     def __init__(self, dim: int, layers: int) -> None:
@@ -138,7 +137,7 @@ class _ClipHead(nn.Module):
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(
-                    nn.Conv3d(fan_in, fan_out, (3, 4, 4), _stride(level), padding=1),
+                    nn.Conv3d(fan_in, fan_out, (3, 4, 4), (2 if 0 < level <= _TIME_HALVINGS else 1, 2, 2), padding=1),
                     group_norm(fan_out) if level else nn.Identity(),
                     leaky_relu(),
                 )
@@ -153,7 +152,3 @@ class _ClipHead(nn.Module):
 
     def forward(self, videos: Tensor) -> Tensor:
         return self.to_logits(self.layers(videos))
-
-
-def _stride(level: int) -> tuple[int, int, int]:
-    return (2 if 0 < level <= _TIME_HALVINGS else 1, 2, 2)

@@ -1,13 +1,14 @@
 """The body of taming-transformers (Esser et al. 2021), which latent diffusion (Rombach et al. 2022), LlamaGen and
 others share: residual blocks with GroupNorm and swish, attention at some levels and in the middle.
 
-Layers have taming's names, with underscores for its points: ``down_0_block_1`` is its ``down.0.block.1``.
+Layers have taming's names, with underscores in place of dots: ``down_0_block_1`` is its ``down.0.block.1``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from tandem.models.quantizers import make_quantizer
 if TYPE_CHECKING:
     from tandem.config.models.autoencoders import VQGANConfig
 
-_MOST_LEVELS = 12
+_MAX_LEVELS = 12
 
 
 class NormSwish(nn.GroupNorm):
@@ -60,8 +61,8 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         q, k, v = (projection(normed).flatten(2).transpose(1, 2)[:, None] for projection in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2)
-        return x + self.proj_out(mixed.reshape(x.shape))
+        attended = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2)
+        return x + self.proj_out(attended.reshape(x.shape))
 
 
 class Downsample(nn.Module):
@@ -86,14 +87,14 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-def halvings(ch_mult: Sequence[int]) -> int:
-    """How often a body with these levels halves the side. Raises ValueError, in one line, if they make no body."""
-    if not 2 <= len(ch_mult) <= _MOST_LEVELS or min(ch_mult) < 1:
-        raise ValueError(f"ch_mult {list(ch_mult)}: give 2 to {_MOST_LEVELS} numbers of at least 1")
+def count_halvings(ch_mult: Sequence[int]) -> int:
+    """How often a body with these levels halves the sides. Raises ValueError, in one line, if they make no body."""
+    if not 2 <= len(ch_mult) <= _MAX_LEVELS or min(ch_mult) < 1:
+        raise ValueError(f"ch_mult {list(ch_mult)}: give 2 to {_MAX_LEVELS} numbers of at least 1")
     return len(ch_mult) - 1
 
 
-def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
+def make_body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     """Encoder, quantizer and decoder of a `VQGAN`; images are in [-1, 1].
 
     Raises:
@@ -110,11 +111,8 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         raise ValueError(f"num_resnet_blocks {list(config.num_resnet_blocks)}: body taming has one number, 1 or more")
     if not config.centred:
         raise ValueError("body taming sees images in [-1, 1]: leave --no-centred out")
-
-    def norm(channels: int, swish: bool = True) -> NormSwish:
-        return NormSwish(groups, channels, swish=swish)
-
-    widths = [config.dim * times for times in config.ch_mult]
+    norm = partial(NormSwish, groups)
+    widths = [config.dim * multiple for multiple in config.ch_mult]
     quantizer = make_quantizer(config)
     z_channels = config.z_channels or quantizer.dim
     if not config.quant_conv and z_channels != quantizer.dim:
@@ -130,7 +128,7 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         if level < levels - 1:
             encoder[f"down_{level}_downsample"] = Downsample(width)
     encoder |= _make_middle(channels, norm)
-    num_moments = quantizer.in_dim // quantizer.dim  # 2 of a Gaussian, its mean and its log variance
+    num_moments = quantizer.in_dim // quantizer.dim  # 2 for a Gaussian: its mean and its log variance
     encoder["norm_out"] = norm(channels)
     encoder["conv_out"] = nn.Conv2d(channels, num_moments * z_channels, 3, padding=1)
 

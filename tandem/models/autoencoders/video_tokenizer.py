@@ -25,6 +25,7 @@ from tandem.models.layers.video.blocks import (
 )
 from tandem.models.layers.video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
 from tandem.models.quantizers import make_quantizer
+from tandem.models.quantizers.base import straight_through
 
 Self = TypeVar("Self", bound="VideoTokenizer")
 
@@ -50,12 +51,12 @@ class VideoTokenizer(Autoencoder):
     become f' = 1 + n frames of codes, the first from the first frame alone, and h' = h / S_s, w' = w / S_s. Any n and
     any height and width that S_s divides are taken.
 
-    In train mode a clip is computed at once. In eval mode every method computes it in the same chunks, the first frame
-    and then S_t frames (or one frame of codes) at a time. Hence a stream, a whole clip and its beginning have codes and
-    frames of the same bits, for the same batch size, device and weights.
+    In train mode a clip is computed at once. In eval mode every method computes it in the same chunks: the first frame,
+    then S_t frames (or one frame of codes) at a time. Hence the bits of codes and frames are the same for a stream, for
+    a whole clip and for its beginning, given the same batch size, device and weights.
 
-    Gradient checkpointing computes each layer again in the backward pass of training instead of keeping what is inside
-    of it: less memory, the same bits, a third more time.
+    Gradient checkpointing computes each layer again in the backward pass of training instead of keeping its
+    activations: less memory, the same bits, a third more time.
 
     Raises:
         ValueError: one line, if arguments do not fit one another.
@@ -90,16 +91,6 @@ class VideoTokenizer(Autoencoder):
             if hasattr(module, "stream_name"):
                 module.stream_name = name
 
-    @property
-    def num_codes(self) -> int:
-        """Number of codes; with FSQ it may differ a little from codebook_size."""
-        return int(self.quantizer.num_codes)
-
-    @property
-    def codebook_summary(self) -> str:
-        """A short description of the codebook, such as "fsq: 1000 codes, levels 8,5,5,5"."""
-        return f"{self.config['quantizer']}: {self.quantizer.summary()}"
-
     def forward(self, videos: Tensor, *, accumulate_stats: bool = False) -> VideoTokenizerOutput | None:
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
 
@@ -116,9 +107,9 @@ class VideoTokenizer(Autoencoder):
             self.quantizer.accumulate_stats(z)
             return None
         quantized, codes, losses = self.quantizer(z)
-        if len(chunks) > 1:  # how many vectors are compared with a codebook at once may change the bits
+        if len(chunks) > 1:  # bits may depend on the number of vectors that are compared at once
             codes = torch.cat([self.quantizer.codes(chunk) for chunk in chunks], dim=1)
-            quantized = self.quantizer.decode_codes(codes).detach() + (quantized - quantized.detach())
+            quantized = straight_through(self.quantizer.decode_codes(codes).detach(), quantized)
         reconstruction, features = self._decode(quantized)
         if videos.dim() == 4:
             reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)
@@ -155,8 +146,8 @@ class VideoTokenizer(Autoencoder):
     @torch.no_grad()
     def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
         """The next frames of a stream, any number of them, (b, c, f, h, w) in [0, 1] -> the frames of codes that they
-        complete, int64 (b, f', h', w'), f' possibly 0; the state, at first `StreamState()`, keeps the other frames.
-        Changes the state.
+        complete, int64 (b, f', h', w'), f' possibly 0. Changes the state, at first `StreamState()`, which keeps the
+        remaining frames.
 
         In eval mode, all calls together give exactly the codes of the whole clip.
 
@@ -184,7 +175,7 @@ class VideoTokenizer(Autoencoder):
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
         """Gradient of a loss with respect to the weights of the decoder's last convolution, without a backward pass
-        through the network. Uses shapes alone, no weights: they may be spread over processes.
+        through the network. Uses only the shapes of weights, whose values may be sharded over processes.
 
         Args:
             features: Those of `VideoTokenizerOutput`, of whole clips.
@@ -201,10 +192,10 @@ class VideoTokenizer(Autoencoder):
     def inflate_from(self, source: str | Path | Autoencoder, name: str = "the other model") -> None:
         """Take the weights of a tokenizer of the same arguments that was trained on images alone, to train on videos.
 
-        Images train only the last time slice of each kernel; the others, still random, become 0 here, and so do the
-        gains of what ``attend_time`` and ``gateloop_time`` see of earlier frames. Where a frame becomes two, images
-        train the second alone; the first gets its weights. So each frame is coded and decoded like an image at the
-        start, and the first frame stays so; a group of frames that share a code starts as its last frame.
+        Images train only the last time slice of each kernel. The other slices, still random, become 0, and so do the
+        gains of earlier frames in ``attend_time`` and ``gateloop_time``. Where a layer makes two frames of one, images
+        train the weights of the second alone; those of the first become a copy. At the start, each frame is therefore
+        encoded and decoded like an image, and frames that share a code are all decoded as the last of them.
 
         Raises:
             ValueError: one line, naming the arguments in which the two models differ.
@@ -218,12 +209,12 @@ class VideoTokenizer(Autoencoder):
             elif isinstance(gain := getattr(module, "past_gain", None), nn.Parameter):
                 gain.zero_()
         for edge in (self.encoder.conv_in, self.decoder.conv_out):
-            if edge.first is not None:  # images did not train the other one at all
+            if edge.first is not None:  # images trained `first` alone
                 edge.conv.weight[:, :, -1:] = edge.first.weight
                 edge.conv.bias.copy_(edge.first.bias)  # type: ignore[union-attr, arg-type]
 
     def _latents(self, videos: Tensor) -> Iterable[Tensor]:
-        """Latents (b, d, f', h', w') before quantization, in chunks of frames; in train mode, in one."""
+        """Latents (b, d, f', h', w') before quantization: one chunk in train mode, chunks of frames in eval mode."""
         check_videos(videos, self.channels, self.pixels_per_code)
         clip = videos if videos.dim() == 5 else videos.unsqueeze(2)
         check_frames(clip.shape[2], self.frames_per_code)
@@ -274,8 +265,8 @@ class EdgeConv(nn.Module):
         out = self.conv(x, context)
         if self.first is None or not context.is_start:
             return out
-        # For an image this uses nothing of `out`, so the weights of `self.conv` get a gradient of zeros. Without the
-        # call they would get none, which not every backend treats like zeros.
+        # An image needs nothing of `out`, so the weights of `self.conv` get a gradient of zeros. Without the call they
+        # would get no gradient, which not every backend treats like zeros.
         return torch.cat([self.first(x[:, :, :1], context), out[:, :, 1:]], dim=2)
 
     def weight_gradient(self, x: Tensor, output_gradient: Tensor) -> Tensor:
@@ -294,7 +285,7 @@ class Stack(nn.ModuleList):
     """Layers one after the other.
 
     Args:
-        recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
+        recompute: In training, compute each layer again in the backward pass instead of keeping its activations.
     """
 
     def __init__(self, layers: Iterable[nn.Module], recompute: bool) -> None:
@@ -326,7 +317,7 @@ class _VideoEncoder(nn.Module):
         self.to_latents = nn.Conv3d(dim, dim_latent, 1)
 
     def forward(self, frames: Tensor, context: Context) -> Tensor:
-        # The layers get values in [-1, 1], because they learn several times faster from a mean of 0 than from 1/2.
+        # Values in [-1, 1], because the layers learn several times faster from a mean of 0 than from one of 1/2.
         patches = to_patches(2 * frames.to(self.to_latents.weight.dtype) - 1, *self.patch)
         x = self.layers(self.conv_in(patches, context), context)
         return self.to_latents(self.norm(x))
@@ -339,7 +330,7 @@ class _VideoDecoder(nn.Module):
     Args:
         layers: As `make_layers` gives them.
         dim: Channels before the layers.
-        norm: An RMSNorm and a SiLU precede the last convolution; None: nothing does.
+        norm: It and a SiLU precede the last convolution; with None nothing does.
         conv_out: To the channels of a patch.
         patch: Side and kind of the patches.
     """
@@ -379,7 +370,7 @@ def to_patches(x: Tensor, size: int, kind: str) -> Tensor:
 
 
 def from_patches(x: Tensor, size: int, kind: str) -> Tensor:
-    """The inverse of `to_patches`, which is also its transpose."""
+    """The inverse of `to_patches`; it is also the transpose."""
     if kind == "pixels":
         return rearrange(x, "b (p q c) f h w -> b c f (h p) (w q)", p=size, q=size)
     while size > 1:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from tandem.config.models.autoencoders import VQGANConfig, check_choices
-from tandem.config.models.taming import MEASURED, TAMING, check_scale, without_measured_scale
+from tandem.config.models.taming import SCALE_IS_MEASURED, TAMING, check_scale, without_measured_scale
 from tandem.models.layers.convolutional import (
     Autoencoder,
     ResBlock,
@@ -21,6 +21,7 @@ from tandem.models.layers.convolutional import (
     channels_last,
     check_codes,
     check_images,
+    check_multiple,
     group_norm,
     leaky_relu,
 )
@@ -28,8 +29,7 @@ from tandem.models.layers.recompute import recomputed
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.gaussian import compute_scale
 
-from .taming import body as taming_body
-from .taming import halvings
+from .taming import count_halvings, make_body
 
 Self = TypeVar("Self", bound="VQGAN")
 
@@ -71,15 +71,15 @@ class VQGAN(Autoencoder):
         check_choices(config)
         check_scale(config)
         dim, channels = config.dim, config.channels
-        num_layers = halvings(config.ch_mult) if config.body == TAMING else config.num_layers
+        num_layers = count_halvings(config.ch_mult) if config.body == TAMING else config.num_layers
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
-        _check_side("image_size", config.image_size, num_layers)
+        check_multiple("image_size", config.image_size, 2**num_layers, f"2^num_layers = {2**num_layers}")
         self._arguments["num_layers"] = num_layers
         self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
         self.recompute, self.centred = config.gradient_checkpointing, config.centred
         if config.body == TAMING:
-            self.encoder, self.quantizer, self.decoder = taming_body(config)
+            self.encoder, self.quantizer, self.decoder = make_body(config)
             return
         self._arguments["num_resnet_blocks"] = blocks = _blocks_per_level(config.num_resnet_blocks, num_layers)
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
@@ -118,16 +118,6 @@ class VQGAN(Autoencoder):
         return None if self.scaling_factor is None else self.config["shift_factor"] or 0.0
 
     @property
-    def num_codes(self) -> int:
-        """Number of codes; with FSQ it may differ a little from codebook_size. 0: latents are continuous."""
-        return int(self.quantizer.num_codes)
-
-    @property
-    def codebook_summary(self) -> str:
-        """A short description of the codebook, such as "fsq: 1000 codes, levels 8,5,5,5"."""
-        return f"{self._arguments['quantizer']}: {self.quantizer.summary()}"
-
-    @property
     def last_layer(self) -> nn.Conv2d:
         """The decoder's last convolution, 1 x 1, or 3 x 3 of taming's body."""
         layer = self.decoder[-1]
@@ -140,7 +130,7 @@ class VQGAN(Autoencoder):
         """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
         Args:
-            noise: Standard normal (b, *latent_shape), with which latents are sampled; without it they are means.
+            noise: Standard normal (b, *latent_shape), from which latents are sampled; with None they are means.
             accumulate_stats: Only add the images to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
         """
@@ -223,7 +213,7 @@ class VQGAN(Autoencoder):
 
     def saved_config(self) -> dict[str, Any]:
         """`config`, with a mark if the scale was measured: a run that starts from the model goes on measuring."""
-        return {**self.config, MEASURED: True} if self._measured_scale() else self.config
+        return {**self.config, SCALE_IS_MEASURED: True} if self._measured_scale() else self.config
 
     def _measured_scale(self) -> tuple[float, float] | None:
         is_needed = not (self.num_codes or self._arguments["scaling_factor"])
@@ -231,7 +221,7 @@ class VQGAN(Autoencoder):
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
-            _check_side(name, side, self.num_layers)
+            check_multiple(name, side, 2**self.num_layers, f"2^num_layers = {2**self.num_layers}")
         inputs = 2 * images - 1 if self.centred else images
         return self._apply_layers(self.encoder, channels_last(inputs.to(self.last_layer.weight.dtype)))
 
@@ -244,8 +234,8 @@ class VQGAN(Autoencoder):
 
     def _apply_layers(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
         for layer in layers:
-            is_single = isinstance(layer, nn.Conv2d)  # keeps nothing but its input
-            x = recomputed(layer, x, when=self.recompute and self.training and not is_single)
+            is_convolution = isinstance(layer, nn.Conv2d)  # has no activations but its input
+            x = recomputed(layer, x, when=self.recompute and self.training and not is_convolution)
         return x
 
 
@@ -260,7 +250,7 @@ def _gated_half(channels: int) -> list[nn.Module]:
 
 
 def _blocks_per_level(num_resnet_blocks: Sequence[int], num_layers: int) -> list[int]:
-    """Numbers of residual blocks for every level, finest first; one number is that of the coarsest level."""
+    """Number of residual blocks of each level, finest first; one number is for the coarsest level alone."""
     blocks = list(num_resnet_blocks)
     if len(blocks) == 1:
         blocks = [0] * (num_layers - 1) + blocks
@@ -268,11 +258,3 @@ def _blocks_per_level(num_resnet_blocks: Sequence[int], num_layers: int) -> list
         rule = f"must be one number, 0 or more, or {num_layers} of them: one per level, finest first"
         raise ValueError(f"num_resnet_blocks {list(num_resnet_blocks)} {rule}")
     return blocks
-
-
-def _check_side(name: str, pixels: int, num_layers: int) -> None:
-    multiple = 2**num_layers
-    if pixels < multiple or pixels % multiple:
-        smaller = max(pixels // multiple, 1) * multiple
-        hint = f"use {smaller} or {smaller + multiple}"
-        raise ValueError(f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; {hint}")

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from tandem.config.models.decoder import LOWRES_CONDITIONS, DecoderConfig, Sampling
 from tandem.models.base import Pretrained
-from tandem.models.layers.convolutional import check_images
-from tandem.models.layers.resizing import cropped, resized
+from tandem.models.layers.convolutional import check_images, check_multiple
+from tandem.models.layers.resizing import crop_images, resize_images
 
 from .losses import predict_x_start
 from .sampling import Denoise, Denoised, Inpaint, apply_guidance, dynamic_threshold, sample
@@ -24,7 +24,7 @@ from .schedule import Schedule
 from .unet import CHANNELS, Unet, pixel_coordinates
 from .variance import variance_fraction
 
-# Schedule and levels of the noise on low-resolution conditions, whatever those of the Unets, as in DALLE2-pytorch.
+# Schedule of the noise on low-resolution conditions, the same for all schedules of the Unets, as in DALLE2-pytorch.
 LOWRES_SCHEDULE, LOWRES_TIMESTEPS = "linear", 1000
 CONDITIONS = {"image_embed": "image_embed_dim", "text_encodings": "text_embed_dim"}
 """For each condition, the field of `UnetConfig` with its width; the field is None if the Unet does not take it."""
@@ -34,8 +34,8 @@ NoiseSource = Callable[[str, int, Sequence[int]], Tensor]
 
 
 class Decoder(Pretrained):
-    """Unets of ascending sizes: the first makes small pictures of noise and a condition, each further one makes them
-    larger, conditioned on the smaller ones.
+    """Unets of ascending sizes: the first makes small pictures from noise and a condition; each further one makes
+    larger pictures, conditioned on those of the Unet before it.
 
     Raises:
         ValueError: one line, if values do not fit one another.
@@ -61,7 +61,7 @@ class Decoder(Pretrained):
                 for name in config.noise_schedule
             ]
             has_noise = config.lowres_condition == "noise"
-            # A list, because the copies of `with_unets` share it: what one moves to a device is there for all.
+            # A list, because the copies that `with_unets` makes share it, and with it the schedule on the device.
             self._lowres_schedules = [Schedule.from_name(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
         self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
 
@@ -73,10 +73,7 @@ class Decoder(Pretrained):
             if larger <= size:
                 raise ValueError(f"image_sizes {size} and {larger}: each Unet makes larger pictures than the last")
         for number, size in enumerate(self.image_sizes, start=1):
-            multiple = self.unet(number - 1).smallest_multiple
-            if size % multiple:
-                hint = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
-                raise ValueError(f"image_sizes: {size} of Unet {number} must be a multiple of {multiple}; use {hint}")
+            check_multiple(f"image_sizes of Unet {number}:", size, self.unet(number - 1).smallest_multiple)
 
     def unet(self, index: int) -> Unet:
         """A Unet, from 0."""
@@ -87,7 +84,7 @@ class Decoder(Pretrained):
         return next(self.parameters()).device
 
     def with_unets(self, unets: Sequence[nn.Module]) -> Decoder:
-        """This decoder with other Unets of the same arguments in the place of its own."""
+        """This decoder with other Unets of the same arguments in place of its own."""
         other = copy.copy(self)
         other._modules = {**self._modules, "unets": nn.ModuleList(unets)}
         return other
@@ -127,21 +124,21 @@ class Decoder(Pretrained):
         Args:
             batch: "images" uint8 (b, c, S, S), and the conditions "image_embed" and "text_encodings", if there are any.
             blur_sigma: (b,), in pixels of the low-resolution pictures, which are blurred before they are enlarged.
-            places, crop: Where to cut crops of this side out of both pictures: see `cropped`. A Unet with coordinates
-                gets those of its crop in the whole picture.
+            places, crop: Places and side of crops of both pictures: see `crop_images`. A Unet with coordinates gets
+                those of its crop in the whole picture.
         """
         images = batch["images"].float() / 127.5 - 1
         spec = self.unet(index).spec
         inputs = {name: batch[name] for name, width in CONDITIONS.items() if getattr(spec, width)}
         size = self.image_sizes[index]
         if index:
-            lowres_images = resized(images, self.image_sizes[index - 1])
+            lowres_images = resize_images(images, self.image_sizes[index - 1])
             lowres_images = lowres_images if blur_sigma is None else blur(lowres_images, blur_sigma)
-            inputs["lowres_image"] = cropped(resized(lowres_images, size), places, crop)
-        resized_images = resized(images, size)
+            inputs["lowres_image"] = crop_images(resize_images(lowres_images, size), places, crop)
+        resized_images = resize_images(images, size)
         if spec.coordinates and places is not None:
-            inputs["coordinates"] = cropped(pixel_coordinates(resized_images), places, crop)
-        return cropped(resized_images, places, crop), inputs
+            inputs["coordinates"] = crop_images(pixel_coordinates(resized_images), places, crop)
+        return crop_images(resized_images, places, crop), inputs
 
     @torch.no_grad()
     def sample(
@@ -161,12 +158,12 @@ class Decoder(Pretrained):
         on_step: Callable[[int, int], None] | None = None,
         on_pictures: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Pictures (b, c, s, s) in [0, 1] of the last size that is asked for.
+        """Pictures (b, c, s, s) in [0, 1] of the size of the last Unet that runs.
 
         Args:
             conditions: "image_embed" (b, d) and "text_encodings" (b, L, d'), those that the Unets take.
-            draw: Number of a Unet from 0 -> source of noise on the device. That of a picture should depend on its own
-                key alone, so that no picture depends on the others.
+            draw: Number of a Unet from 0 -> source of noise on the device. The noise of a picture should depend on the
+                key of this picture alone, so that no picture depends on the others.
             batch: Number of pictures b.
             start_at, stop_at: First and last Unet, from 1. `images` (b, c, s', s') in [0, 1] are the pictures of the
                 one before the first.
@@ -198,15 +195,15 @@ class Decoder(Pretrained):
         for index in range(start_at - 1, stop_at):
             side, schedule, source = self.image_sizes[index], self.schedule(index), draw(index)
             shape, scale = (CHANNELS, side, side), _value_for_unet(sampling.cond_scale, index)
-            lowres = self._lowres(pictures, side, source) if index else {}
+            lowres = self._lowres_inputs(pictures, side, source) if index else {}
             inpaint = None
             if inpaint_image is not None and inpaint_mask is not None:
-                known_image = resized(inpaint_image, side) * 2 - 1
+                known_image = resize_images(inpaint_image, side) * 2 - 1
                 is_known = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
                 inpaint = Inpaint(known_image, is_known, resample_times)
-            denoise = self._denoise(index, conditions, lowres)
+            denoise = self._denoiser(index, conditions, lowres)
             if scale != 1 and (guide or is_conditional(self.unet(index))):
-                reference = guide._denoise(index, conditions, lowres) if guide else self._denoise(index, {}, lowres)
+                reference = guide._denoiser(index, conditions, lowres) if guide else self._denoiser(index, {}, lowres)
                 denoise = apply_guidance(denoise, reference, schedule, scale, sampling.guidance_interval)
             pictures = sample(
                 denoise,
@@ -225,17 +222,17 @@ class Decoder(Pretrained):
         assert pictures is not None
         return (pictures + 1) / 2
 
-    def _lowres(self, pictures: Tensor | None, side: int, source: NoiseSource) -> dict[str, Tensor]:
+    def _lowres_inputs(self, pictures: Tensor | None, side: int, source: NoiseSource) -> dict[str, Tensor]:
         assert pictures is not None
-        image, schedule = resized(pictures, side), self.lowres_schedule()
+        image, schedule = resize_images(pictures, side), self.lowres_schedule()
         if schedule is None:
             return {"lowres_image": image}
         times = torch.full((len(image),), self._lowres_level, device=image.device)
         noise = source("lowres", 0, image.shape[1:])
         return {"lowres_image": schedule.add_noise(image, noise, times), "lowres_time": times}
 
-    def _denoise(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
-        """The estimator of a Unet, from 0, with those of the conditions that it takes."""
+    def _denoiser(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
+        """The estimator of Unet number ``index``, from 0, on those of the conditions that the Unet takes."""
         unet, schedule, objective = self.unet(index), self.schedule(index), self.objectives[index]
         inputs = {name: value for name, value in conditions.items() if getattr(unet.spec, CONDITIONS[name])}
         inputs |= {name: x for name, x in lowres.items() if name != "lowres_time" or unet.spec.lowres_noise_cond}
@@ -282,15 +279,15 @@ def check_guide(decoder: Decoder, guide: Decoder) -> None:
 
 
 def blur(images: Tensor, sigma: Tensor) -> Tensor:
-    """Gaussian blur of each image by a kernel of 3 x 3 pixels, as in DALLE2-pytorch; edges are reflected. It makes the
-    smaller pictures on which a Unet is trained as bad as those that the Unet before draws (Ho et al. 2022, section 4).
+    """Gaussian blur of each image by a kernel of 3 x 3 pixels, as in DALLE2-pytorch; edges are reflected. In training
+    it lowers the quality of the smaller pictures to that of generated ones (Ho et al. 2022, section 4).
 
     Args:
         images: (b, c, h, w).
         sigma: (b,), in pixels; 0 leaves an image bitwise as it is.
     """
     offsets = torch.arange(-1, 2, device=images.device)
-    # The smallest normal number in place of 0: every tap but the middle one becomes exactly 0.
+    # For sigma 0, a number so small that every tap but the middle one becomes exactly 0.
     taps = torch.exp(-(offsets / sigma.clamp_min(1e-18)[:, None]).square() / 2)
     taps = (taps / taps.sum(1, keepdim=True)).to(images.dtype)
     for axis in (2, 3):
@@ -306,5 +303,5 @@ def blur(images: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _value_for_unet(values: Sequence[Any], index: int) -> Any:
-    """The value for a Unet; a single value is for all."""
+    """The value for a Unet; a single value is for all Unets."""
     return values[index if len(values) > 1 else 0]

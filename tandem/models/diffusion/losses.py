@@ -61,8 +61,8 @@ def loss_weights(
     - min_snr: min(SNR, gamma) (Hang et al. 2023, eq. 8).
     - p2: SNR / (k + SNR)^gamma (Choi et al. 2022, eq. 8, which divides the loss of the noise by (k + SNR)^gamma).
 
-    The last two fall with the SNR, to 0 at SNR 0. The network then learns the last level from its neighbours: its
-    estimate there had the error of the level before, with the weight 0 as with a small one.
+    The last two fall with the SNR, to 0 at SNR 0. The network still learns the last level, from the levels beside it:
+    in a measurement its error there was that of the level before, with the weight 0 as with a small weight.
     """
     if name == "none":
         return torch.ones_like(schedule.log_snr)
@@ -93,7 +93,7 @@ def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
 
 
 class Losses(NamedTuple):
-    """Losses of each picture, (b,)."""
+    """Losses of each picture, (b,) each."""
 
     weighted: Tensor  # the weighted squared error, which is trained on
     error: Tensor  # the mean squared error of the prediction
@@ -109,7 +109,7 @@ class DiffusionLoss:
         weight: One of LOSS_WEIGHTS.
         learned_variance: The network has twice the channels, the second half for the variance (`LearnedVariance`).
         lowres_schedule: Schedule of the noise on the low-resolution pictures.
-        weights: Options of `loss_weights`.
+        weight_options: Options of `loss_weights`.
 
     Raises:
         ValueError: what `check_combination` refuses.
@@ -117,11 +117,11 @@ class DiffusionLoss:
 
     def __init__(
         self, schedule: Schedule, objective: str = "v", *, weight: str = "none", learned_variance: bool = False,
-        lowres_schedule: Schedule | None = None, **weights: float,
+        lowres_schedule: Schedule | None = None, **weight_options: float,
     ) -> None:  # fmt: skip
         check_combination(schedule, objective, weight)
         self.schedule, self.objective = schedule, objective
-        self._weights = loss_weights(weight, schedule, objective, **weights)
+        self._weights = loss_weights(weight, schedule, objective, **weight_options)
         self._variance = LearnedVariance(schedule) if learned_variance else None
         self._lowres_schedule = lowres_schedule
 

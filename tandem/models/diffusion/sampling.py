@@ -24,10 +24,10 @@ from torch import Tensor
 
 from .schedule import Schedule
 
-# On a schedule whose log SNR at a twentieth of the levels is smaller, these samplers use Karras' levels: see
+# These samplers use Karras' levels on a schedule whose log SNR at a twentieth of the levels is smaller than this: see
 # `sampling_levels`.
 _MIN_LOG_SNR_FOR_UNIFORM = {"dpmpp_2m": 4.2, "ddim": 2.8}
-# Of the first Karras level: sigma / alpha is 100. Karras et al. start at 80. Noisier levels show nothing of a picture.
+# At the first Karras level: sigma / alpha is 100. Karras et al. start at 80. Noisier levels show nothing of a picture.
 _MIN_LOG_SNR = math.log(1e-4)
 
 
@@ -46,7 +46,7 @@ Draw = Callable[[str, int], Tensor]
 
 
 class Level(NamedTuple):
-    """One noise level. The clean picture is a level without a number."""
+    """One noise level. The clean picture is the level whose number is None."""
 
     number: int | None
     alpha: float
@@ -60,8 +60,8 @@ CLEAN = Level(None, 1.0, 0.0, math.inf)
 def apply_guidance(
     denoise: Denoise, reference: Denoise, schedule: Schedule, scale: float, interval: Sequence[float] | None = None
 ) -> Denoise:
-    """Guidance: reference + scale (denoise - reference), of estimates of the clean picture. That is the same mixture of
-    the noises, as these are linear in the estimates; the scale is 1 + w of Ho and Salimans 2022, eq. 6.
+    """Guidance: reference + scale (denoise - reference), for estimates of the clean picture. The noises, which are
+    linear in the estimates, are mixed alike. The scale is 1 + w of Ho and Salimans 2022, eq. 6.
 
     Args:
         reference: The network without its condition (Ho and Salimans 2022), or a worse network with it (Karras et al.
@@ -114,8 +114,8 @@ def dpmpp_2m(step: Step) -> Tensor:
     """DPM-Solver++(2M), Lu et al. 2022, Alg. 2: D + (D - D_before) / (2 r), where r is the length of the step before
     over that of this step, in half log SNR; first order at the first and the last step and after SNR 0.
 
-    A step that is longer than the one before it counts as no longer. Towards level 0 the steps grow, by a factor of
-    4 on the cosine schedule in 20 steps, where estimates hardly change any more: the line would overshoot."""
+    1 / r is at most 1. Towards level 0, where estimates hardly change any more, the steps grow by a factor of up to 4
+    (the cosine schedule in 20 steps), and the line would overshoot."""
     x_start, length = step.estimate.x_start, _step_length(step.now, step.then)
     if step.previous is not None and not math.isinf(length) and not math.isinf(step.previous[1]):
         x_start = x_start + min(length / step.previous[1], 1.0) / 2 * (x_start - step.previous[0])
@@ -138,19 +138,16 @@ SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpmpp_2m": dpmpp_2m}
 
 @dataclass(frozen=True)
 class Inpaint:
-    """Parts of pictures that are kept (RePaint, Lugmayr et al. 2022).
-
-    image: (b, c, h, w) in the range of the network's pictures; mask: bool (b, 1, h, w), True keeps;
-    resample_times: how often each step is made, with noise added again in between (Alg. 1's U), so that the new parts
-    fit the kept ones.
-    """
+    """Inpainting (RePaint, Lugmayr et al. 2022): ``image`` (b, c, h, w), in the range of the network's pictures, is
+    kept where ``mask``, bool (b, 1, h, w), is True. Each step is made ``resample_times`` times (U of Alg. 1), with
+    noise added again in between, so that the new parts fit the kept ones."""
 
     image: Tensor
     mask: Tensor
     resample_times: int = 5
 
-    def keep(self, x: Tensor, level: Level, draw: Draw, count: int) -> Tensor:
-        """x, with the kept parts replaced by those of the image with the noise of this level."""
+    def paste(self, x: Tensor, level: Level, draw: Draw, count: int) -> Tensor:
+        """x with the kept parts of the image, noisy as at this level. ``count``: number of the noise."""
         image = self.image.to(x)
         if level.sigma:
             image = level.alpha * image + level.sigma * draw("kept", count)
@@ -174,7 +171,7 @@ def sample(
         eta: In [0, 1]: noise of ddim, 0 for none.
         threshold: Limits each estimate.
         inpaint: Pictures, and the parts of them to keep.
-        on_step: Called with the number of steps made and that of all.
+        on_step: Called after each step with the number of steps so far and the number of all steps.
 
     Raises:
         ValueError: an unknown sampler, eta outside of its range, more steps than levels, or no step.
@@ -183,23 +180,23 @@ def sample(
         raise ValueError(f"sampler {sampler!r} does not exist: choose one of {', '.join(SAMPLERS)}")
     if not 0 <= eta <= 1:
         raise ValueError(f"eta {eta:g} is not in 0 to 1")
-    levels, count, previous = sampling_levels(schedule, steps, sampler), 0, None
+    levels, noise_step, previous = sampling_levels(schedule, steps, sampler), 0, None
     if inpaint:
-        x = inpaint.keep(x, levels[0], draw, count)
+        x = inpaint.paste(x, levels[0], draw, noise_step)
     for step_number, (now, then) in enumerate(itertools.pairwise(levels), start=1):
         assert now.number is not None
         num_repeats = inpaint.resample_times - 1 if inpaint and then.number is not None else 0
         for remaining in range(num_repeats, -1, -1):
-            count += 1
+            noise_step += 1
             estimate = denoise(x, now.number)
             if threshold:
                 estimate = estimate._replace(x_start=threshold(estimate.x_start))
-            x = SAMPLERS[sampler](Step(x, estimate, now, then, eta, previous, lambda: draw("step", count)))  # noqa: B023
+            x = SAMPLERS[sampler](Step(x, estimate, now, then, eta, previous, lambda: draw("step", noise_step)))  # noqa: B023
             previous = estimate.x_start, _step_length(now, then)
             if inpaint:
-                x = inpaint.keep(x, then, draw, count)
+                x = inpaint.paste(x, then, draw, noise_step)
             if remaining:
-                x, previous = add_noise_again(x, then, now, draw("again", count)), None
+                x, previous = add_noise_again(x, then, now, draw("again", noise_step)), None
         if on_step:
             on_step(step_number, len(levels) - 1)
     return x
@@ -209,8 +206,8 @@ def sampling_levels(schedule: Schedule, steps: int, sampler: str) -> list[Level]
     """The levels that sampling visits, from the noisiest, T - 1, at which a network trained to SNR 0 has to start (Lin
     et al. 2023, 3.3), to level 0, and then the clean picture.
 
-    Their numbers are uniform, unless the last of 20 uniform steps begins in so much noise that pictures of little
-    contrast lose some of it. For normal pixels with a deviation of 0.25, dpmpp_2m with uniform steps gives 0.225 on
+    Their numbers are uniform, unless the last of 20 uniform steps begins in so much noise that pictures of low contrast
+    lose contrast. For normal pixels with a deviation of 0.25, dpmpp_2m with uniform steps gives 0.225 on
     "linear", whose low noise levels lie close together, and 0.256 with Karras' levels. On the other schedules it gives
     0.244 to 0.251 with uniform steps, and ddim is better with these for deviations of 0.5 and more.
 
@@ -234,14 +231,14 @@ def sampling_levels(schedule: Schedule, steps: int, sampler: str) -> list[Level]
 def _karras_levels(log_snr: Tensor, steps: int) -> list[int]:
     """Levels at which sigma / alpha to the power 1/7 is uniform as far as there are such levels (Karras et al. 2022,
     eq. 5), after the first level if its SNR is below 1e-4. Where levels lie so far apart that several steps have the
-    same nearest level, they take its neighbours, too."""
+    same nearest level, they also take the levels beside it."""
     first_level = [len(log_snr) - 1] if steps > 1 and log_snr[-1] < _MIN_LOG_SNR else []
     root = (-(log_snr[log_snr >= _MIN_LOG_SNR] if first_level else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
-    num_rest = steps - len(first_level)
-    targets = torch.linspace(root[-1].item(), root[0].item(), num_rest, dtype=torch.float64).flip(0)
+    num_levels = steps - len(first_level)
+    targets = torch.linspace(root[-1].item(), root[0].item(), num_levels, dtype=torch.float64).flip(0)
     nearest = (targets.log()[:, None] - root.log()).abs().argmin(1)
-    positions = torch.arange(num_rest)  # from the clean end; each level's number is at least one above that before it
-    numbers = positions + (nearest - positions).cummax(0).values.clamp_max(max(len(root) - num_rest, 0))
+    positions = torch.arange(num_levels)  # from the clean end; each level's number is at least one above that before it
+    numbers = positions + (nearest - positions).cummax(0).values.clamp_max(max(len(root) - num_levels, 0))
     return [*first_level, *numbers.flip(0).tolist()]
 
 
@@ -258,7 +255,7 @@ def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
 
 
 def add_noise_again(x: Tensor, now: Level, noisier: Level, noise: Tensor) -> Tensor:
-    """x with more noise: the forward process takes it from the level `now`, with marginal q, to the level `noisier`."""
+    """x with the noise that the forward process adds between the level `now` and the level `noisier`."""
     variance = -(noisier.sigma**2) * math.expm1(noisier.log_snr - now.log_snr)
     return noisier.alpha / now.alpha * x + math.sqrt(variance) * noise
 

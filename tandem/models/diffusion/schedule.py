@@ -25,8 +25,8 @@ def _cosine(timesteps: int) -> Tensor:
     return 1 - signal[1:] / signal[:-1]
 
 
-# 1000 times the first and the last beta of Ho et al. 2020, section 4 (1e-4 and 0.02 for 1000 levels); n levels have
-# these numbers / n. "sigmoid" is DALLE2-pytorch's, from no paper: betas between the two along a logistic curve.
+# Betas of n levels go from the first to the last number / n: 1e-4 and 0.02 for 1000 levels (Ho et al. 2020, section 4).
+# "sigmoid" has betas along a logistic curve; it is of DALLE2-pytorch and of no paper.
 _FIRST_BETA, _LAST_BETA = 0.1, 20.0
 
 _BETAS: dict[str, Callable[[int], Tensor]] = {
@@ -98,13 +98,17 @@ class Schedule:
         return -torch.expm1(F.logsigmoid(self.log_snr).diff(prepend=self.log_snr.new_zeros(1)))
 
     def at(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and sigma of int64 levels t (b,), each (b, 1, ...) with as many dimensions as `like`, in its dtype but
-        at least fp32."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        shape = (-1, *[1] * (like.ndim - 1))
-        return self.alpha[t].to(dtype).view(shape), self.sigma[t].to(dtype).view(shape)
+        """alpha and sigma of int64 levels t (b,); see `at_levels`."""
+        return at_levels(self.alpha, t, like), at_levels(self.sigma, t, like)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x = alpha x0 + sigma noise (b, c, h, w) at int64 levels t (b,); at least fp32."""
         alpha, sigma = self.at(t, x0)
         return alpha * x0 + sigma * noise
+
+
+def at_levels(table: Tensor, t: Tensor, like: Tensor) -> Tensor:
+    """Entries of a table (T,) for int64 levels t (b,): (b, 1, ...) with as many dimensions as `like`, in its dtype but
+    at least fp32."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return table[t].to(dtype).view(-1, *[1] * (like.ndim - 1))

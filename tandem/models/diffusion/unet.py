@@ -15,12 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tandem.config.models.decoder import UnetConfig
 from tandem.models.base import Pretrained
 from tandem.models.layers.attention import at_least_fp32
+from tandem.models.layers.convolutional import check_multiple, replicate_filters
 from tandem.models.layers.recompute import recomputed
 
 CHANNELS = 3  # of pictures
 TIME_TOKENS, IMAGE_TOKENS = 2, 4  # tokens into which a noise level and an image embedding are projected
 _KERNELS = (3, 7, 15)  # sizes in `CrossEmbed`, the first layer unless plain_init_conv
-_LONGEST_WAVE = 10_000  # noise levels per radian of the slowest sinusoid
+_LONGEST_WAVE = 10_000  # noise levels in a radian of the slowest sinusoid
 _FEW_KEYS = 64  # below this, the CPU's fused attention is slow in bf16: see `_attend`
 _MIN_NORM = 1e-6  # shorter vectors are not scaled to length 1: their gradient would be unbounded
 
@@ -28,7 +29,7 @@ _MIN_NORM = 1e-6  # shorter vectors are not scaled to length 1: their gradient w
 class Unet(Pretrained):
     """Noisy images, their noise levels and conditions -> a prediction of the shape of the images.
 
-    It has no parameters that its configuration leaves unused. The output is 0 at the start of training.
+    It has only parameters that its configuration uses. The output is 0 at the start of training.
     """
 
     Config = UnetConfig
@@ -56,7 +57,9 @@ class Unet(Pretrained):
             self.text_to_cond = nn.Linear(config.text_embed_dim, cond_dim)
             self.null_text_embed = nn.Parameter(torch.randn(1, config.max_text_len, cond_dim))
         levels = range(len(config.dim_mults))
-        self.norm_cond = nn.LayerNorm(cond_dim) if len(levels) > 1 else None  # the finest level does not attend
+        self.norm_cond = (
+            nn.LayerNorm(cond_dim) if len(levels) > 1 else None
+        )  # no block of the finest level attends to tokens
         self.norm_mid_cond = nn.LayerNorm(cond_dim)
 
         self.init_resnet_block = ResnetBlock(dim, dim, config) if config.memory_efficient else None
@@ -101,7 +104,7 @@ class Unet(Pretrained):
         Raises:
             ValueError: one line, if an input is missing, superfluous or of another shape.
         """
-        self._check(
+        self._check_inputs(
             x, time=time, image_embed=image_embed, text_encodings=text_encodings, lowres_image=lowres_image,
             lowres_time=lowres_time, keep_image=keep_image, keep_text=keep_text, coordinates=coordinates,
         )  # fmt: skip
@@ -140,11 +143,11 @@ class Unet(Pretrained):
         if encodings is None:
             return self.null_text_embed.expand(batch, -1, -1)
         encodings = encodings[:, : self.spec.max_text_len]
-        missing = self.spec.max_text_len - encodings.shape[1]
+        num_missing = self.spec.max_text_len - encodings.shape[1]
         keep = encodings.new_ones(batch, dtype=torch.bool) if keep is None else keep
-        keep = F.pad((encodings != 0).any(dim=-1) & keep[:, None], (0, missing))
-        tokens = F.pad(self.text_to_cond(encodings.to(self.to_out.weight.dtype)), (0, 0, 0, missing))
-        return torch.where(keep[..., None], tokens, self.null_text_embed)
+        is_present = F.pad((encodings != 0).any(dim=-1) & keep[:, None], (0, num_missing))
+        tokens = F.pad(self.text_to_cond(encodings.to(self.to_out.weight.dtype)), (0, 0, 0, num_missing))
+        return torch.where(is_present[..., None], tokens, self.null_text_embed)
 
     def _apply_levels(self, x: Tensor, t: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w).
@@ -167,16 +170,13 @@ class Unet(Pretrained):
             x = up(x, skips.pop(), t, outer, recompute)
         return recomputed(_apply_to_joined, self.final_resnet_block, x, first, t, None, when=recompute)
 
-    def _check(self, x: Tensor, **inputs: Tensor | None) -> None:
+    def _check_inputs(self, x: Tensor, **inputs: Tensor | None) -> None:
         if x.dim() != 4 or x.shape[1] != CHANNELS or not x.is_floating_point():
             problem = f"x has the shape {tuple(x.shape)} and the type {x.dtype}"
             raise ValueError(f"{problem}: give floating-point numbers (b, {CHANNELS}, height, width)")
         (batch, _, *size), multiple, spec = x.shape, self.smallest_multiple, self.spec
         for side in size:
-            if side < multiple or side % multiple:
-                smaller = max(side // multiple, 1) * multiple
-                hint = f"use {smaller} or {smaller + multiple}"
-                raise ValueError(f"side {side} must be a multiple of {multiple}, as the levels halve the sides; {hint}")
+            check_multiple("side", side, multiple, f"{multiple}, as the levels halve the sides")
         shapes = {  # -1: any size; None: this Unet does not take it
             "time": (batch,), "keep_image": (batch,), "keep_text": (batch,),
             "image_embed": (batch, spec.image_embed_dim) if spec.image_embed_dim else None,
@@ -420,17 +420,12 @@ class UnshuffledConv2d(nn.Conv2d):
 
 
 class PixelShuffleUpsample(nn.Module):
-    """1 x 1 convolution, SiLU, pixel shuffle: (b, dim, h, w) -> (b, dim_out, 2 h, 2 w). The four pixels start equal
-    (Aitken et al. 2017, "Checkerboard artifact free sub-pixel convolution")."""
+    """1 x 1 convolution, SiLU, pixel shuffle: (b, dim, h, w) -> (b, dim_out, 2 h, 2 w). The four pixels start equal:
+    see `replicate_filters`."""
 
     def __init__(self, dim: int, dim_out: int) -> None:
         super().__init__()
-        conv = nn.Conv2d(dim, 4 * dim_out, 1)
-        one_of_four = torch.empty(dim_out, dim, 1, 1)
-        nn.init.kaiming_uniform_(one_of_four)
-        with torch.no_grad():
-            conv.weight.copy_(one_of_four.repeat_interleave(4, dim=0))
-            conv.bias.zero_()  # type: ignore[union-attr]
+        conv = replicate_filters(nn.Conv2d(dim, 4 * dim_out, 1), 4)
         self.net = nn.Sequential(conv, nn.SiLU(), nn.PixelShuffle(2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Frozen networks of other people whose features losses and metrics compare."""
+"""Frozen public networks, whose features are compared by losses and metrics, or are conditions of models."""

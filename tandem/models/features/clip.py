@@ -1,6 +1,7 @@
 """CLIP (Radford et al. 2021), frozen: embeddings of images and encodings of texts, for models conditioned on them.
 
-The network is open_clip's. Its weights come from the user's file, or are fetched as open_clip knows them.
+The network is open_clip's. Its weights come from the user's file, or are those that open_clip's list names on the
+Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tandem.io.published import read_state_dict
 from tandem.io.reading import READ_ERRORS, one_line, read_json
 from tandem.models.building import build_with_weights, check_arguments
 
-# Of OpenAI's training images, in [0, 1]; other weights state theirs in their open_clip_config.json.
+# Of the colours of OpenAI's training images, in [0, 1]; an open_clip_config.json may state others.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -70,25 +71,27 @@ class Clip(nn.Module):
 
         Args:
             name: A model of open_clip, such as "ViT-L-14-quickgelu" (OpenAI's weights need "quickgelu"), whose images
-                are normalised as OpenAI's; or the path of an open_clip_config.json, which may say it differently.
-            weights: A .safetensors file or a plain state dict (.pt, .pth, .bin). Or the name of published weights of
-                open_clip, such as "laion2b_s32b_b82k", None: "openai", which are fetched from the Hugging Face Hub
+                are normalised as OpenAI's; or the path of an open_clip_config.json, which may normalise differently.
+            weights: A .safetensors file or a plain state dict (.pt, .pth, .bin); or open_clip's name of published
+                weights, such as "laion2b_s32b_b82k" (None: "openai"), which are fetched from the Hugging Face Hub
                 unless its cache holds them.
-            heartbeat: Called again and again while the weights are fetched and read.
+            heartbeat: Called repeatedly while the weights are fetched and read.
 
         Raises:
             ValueError: one line, if open_clip is missing or cannot be imported, the model is unknown or has no tokens,
                 or the weights are missing, damaged, hostile or of another model.
         """
         open_clip = _open_clip()
-        config, preprocessing = _configuration(name)
+        config, preprocessing = _read_configuration(name)
         text_config = config.get("text_cfg") or {}
         _check_text(name, config, text_config)
         tag = str(weights or "openai")
         model_class = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
-        if not name.lower().endswith(".json") and (published := _published(name, tag, config)):
+        if not name.lower().endswith(".json") and (published := _find_published(name, tag, config)):
             preprocessing = published
-            weights = fetch_from_hub(f"the weights of --clip {name}", *_split_address(published["hf_hub"]), heartbeat)
+            model_name, _, file_name = published["hf_hub"].rpartition("/")  # USER/NAME/FILE, or USER/NAME/
+            file_name = file_name or "open_clip_model.safetensors"
+            weights = fetch_from_hub(f"the weights of --clip {name}", model_name, file_name, heartbeat)
         elif weights is None:
             raise ValueError(f"--clip {name} needs the file of its weights: give --clip_weights")
         try:
@@ -99,7 +102,8 @@ class Clip(nn.Module):
         except ValueError as error:
             raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
         try:
-            tokenizer = _tokenizer(text_config)
+            options = text_config.get("tokenizer_kwargs") or {}
+            tokenizer = open_clip.SimpleTokenizer(context_length=text_config.get("context_length", 77), **options)
         except READ_ERRORS as error:
             raise ValueError(f"--clip {name} has no tokenizer of such options: {one_line(error)}") from None
         if (vocabulary := text_config.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
@@ -126,8 +130,8 @@ class Clip(nn.Module):
         return F.normalize(self.network.encode_image(self.preprocess(images)).float(), dim=-1)
 
     def preprocess(self, images: Tensor) -> Tensor:
-        """Images (b, 3, h, w), uint8 or in [0, 1] -> as the network takes them: resized to its own side, smaller ones
-        too, by antialiased bicubic interpolation, and normalised."""
+        """Images (b, 3, h, w), uint8 or in [0, 1] -> the input of the network (b, 3, side, side): shrunk or enlarged by
+        antialiased bicubic interpolation, and normalised."""
         x = images.float() / 255 if images.dtype == torch.uint8 else images.float()
         if x.shape[-2:] != (self._side, self._side):
             x = F.interpolate(x, size=(self._side, self._side), mode="bicubic", antialias=True).clamp(0, 1)
@@ -144,8 +148,8 @@ class Clip(nn.Module):
         finally:
             hook.remove()
         is_end = tokens == self.tokenize.eot_token_id
-        is_after = is_end.cumsum(1) - is_end.long() > 0
-        encodings = outputs[-1].float().masked_fill(is_after[..., None], 0)
+        is_padding = is_end.cumsum(1) - is_end.long() > 0
+        encodings = outputs[-1].float().masked_fill(is_padding[..., None], 0)
         return F.normalize(embeddings.float(), dim=-1), encodings
 
     def compared(self, pictures: Tensor, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -159,8 +163,7 @@ class Clip(nn.Module):
 
 
 def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: Collection[str]) -> dict[str, Any]:
-    """A batch with the embeddings that CLIP, if there is one, computes of it, by one call of each tower whose results
-    are used.
+    """A batch with the embeddings that CLIP, if there is one, computes of it, by at most one call of each tower.
 
     Args:
         batch: "images" uint8 (b, 3, h, w), and "tokens" int64 (b, L) of the captions.
@@ -176,7 +179,7 @@ def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: C
 
 
 def is_published(origin: Mapping[str, str]) -> bool:
-    """Whether the names in this `Clip.origin` are enough for `Clip.from_file`, without files of a user."""
+    """Whether `Clip.from_file` can load the names in this `Clip.origin` without files of a user."""
     is_file = origin["name"].lower().endswith(".json") or Path(origin["weights"]).suffix or "/" in origin["weights"]
     return not is_file
 
@@ -191,7 +194,7 @@ def _sha256(path: str, heartbeat: Callable[[], None]) -> str:
 
 
 def _open_clip() -> Any:
-    """The package. Raises ValueError, in one line, if it is missing or cannot be imported."""
+    """The module. Raises ValueError, in one line, if it is missing or cannot be imported."""
     try:
         import open_clip
     except ImportError as error:
@@ -205,8 +208,8 @@ def _open_clip() -> Any:
     return open_clip
 
 
-def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of open_clip's model, and how its images are normalised. Raises ValueError, in one line."""
+def _read_configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of open_clip's model, and its preprocessing ("mean" and "std"). Raises ValueError, in one line."""
     if name.lower().endswith(".json"):
         try:
             content = read_json(name)
@@ -234,7 +237,7 @@ def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return open_clip.get_model_config(model_name), {}
 
 
-def _published(name: str, tag: str, config: dict[str, Any]) -> dict[str, Any] | None:
+def _find_published(name: str, tag: str, config: dict[str, Any]) -> dict[str, Any] | None:
     """open_clip's entry for published weights of a model; None if the tag is the path of a file, or looks like one.
     Raises ValueError, in one line, if there is no such entry, or it is of a model of another name."""
     import open_clip
@@ -251,22 +254,8 @@ def _published(name: str, tag: str, config: dict[str, Any]) -> dict[str, Any] | 
     return preprocessing
 
 
-def _split_address(address: str) -> tuple[str, str]:
-    """open_clip's USER/NAME/FILE, or USER/NAME/, as the repository on the Hub and the name of the file."""
-    model, _, name = address.rpartition("/")
-    return model, name or "open_clip_model.safetensors"
-
-
-def _tokenizer(text_config: dict[str, Any]) -> Any:
-    """CLIP's tokenizer with the options of a text tower."""
-    import open_clip
-
-    options = text_config.get("tokenizer_kwargs") or {}
-    return open_clip.SimpleTokenizer(context_length=text_config.get("context_length", 77), **options)
-
-
 def _check_text(name: str, config: dict[str, Any], text_config: dict[str, Any]) -> None:
-    """Raise ValueError, in one line, unless the text tower is one with CLIP's tokens and an encoding for each."""
+    """Raise ValueError, in one line, unless the text tower has CLIP's tokens and an encoding for each of them."""
     if "hf_model_name" in text_config or "hf_tokenizer_name" in text_config or "siglip" in name.lower():
         raise ValueError(f"the tokenizer of --clip {name} is not in open_clip: use a model with CLIP's own tokenizer")
     if "multimodal_cfg" in config or text_config.get("embed_cls"):

@@ -1,8 +1,8 @@
 """I3D: the network of the Fréchet video distance, Inception-v1 with 3-D convolutions (Carreira & Zisserman 2017).
 
 Its weights are never trained and never saved with a model. They come from a file on this machine: a plain state dict of
-the network that was trained on Kinetics-400, as `i3d_pretrained_400.pt` holds it. That is not fetched, because no
-checksum of it is published.
+the network trained on Kinetics-400, such as `i3d_pretrained_400.pt`, which is not fetched, because no checksum of it is
+published.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tandem.models.building import build_with_weights
 I3D_DIM = 400  # classes of Kinetics-400
 SMALLEST_FRAMES = 9  # the last pooling takes 2 frames of ceil(f / 8)
 _SIDE = 224
-EPS = 1e-3  # of its batch normalisations where it was trained, and in the graph by which the distance was published
+EPS = 1e-3  # of the batch normalisations, in its training and in the published graph of the distance
 _PUBLISHED = "I3D: i3d_pretrained_400.pt of https://github.com/npurson/fid-metrics/releases/tag/v1.0 (50 MB)"
 
-# Channels of the branches: 1 x 1; 1 x 1 and the 3 x 3 after it; the same again; 1 x 1 after pooling.
-_MIXED = {
+# Channels of the convolutions of `_Mixed`, branch by branch; or kernel and stride of a pooling.
+_BLOCKS = {
     "Mixed_3b": (64, 96, 128, 16, 32, 32),
     "Mixed_3c": (128, 128, 192, 32, 96, 64),
     "MaxPool3d_4a_3x3": (3, 2),
@@ -45,7 +45,7 @@ class I3D(nn.Module):
     """Videos to the logits of 400 kinds of action, in eval mode and without gradients for its 12.7 million weights.
 
     Modules have the names of the published state dicts. Convolutions and poolings pad with zeros as TensorFlow's "same"
-    does, behind more than in front if the padding is odd.
+    does, one more behind than in front if their number is odd.
 
     Args:
         eps: Added to the variance by batch normalisations.
@@ -59,13 +59,13 @@ class I3D(nn.Module):
         self.Conv3d_2c_3x3 = _Unit(64, 192, 3)
         self.MaxPool3d_3a_3x3 = _MaxPool((1, 3, 3), (1, 2, 2))
         channels = 192
-        for name, sizes in _MIXED.items():
-            if len(sizes) == 2:
-                kernel, stride = sizes
+        for name, widths in _BLOCKS.items():
+            if len(widths) == 2:
+                kernel, stride = widths
                 self.add_module(name, _MaxPool((kernel,) * 3, (stride,) * 3))
             else:
-                self.add_module(name, _Mixed(channels, *sizes))
-                channels = sizes[0] + sizes[2] + sizes[4] + sizes[5]
+                self.add_module(name, _Mixed(channels, *widths))
+                channels = widths[0] + widths[2] + widths[4] + widths[5]
         self.logits = _Unit(channels, I3D_DIM, 1, is_last=True)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm3d):
@@ -119,7 +119,7 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu", eps: float
     with torch.device("meta"):
         expected = I3D().state_dict()
     state = read_state_dict(Path(weights), expected, published=_PUBLISHED)
-    # Older files do not hold the numbers of batches that were counted in training.
+    # Older files lack the batch counters of the batch normalisations.
     counts = {name: torch.zeros((), dtype=torch.int64) for name in expected if name.endswith("num_batches_tracked")}
     try:
         with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
@@ -132,8 +132,8 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu", eps: float
 def i3d_features(
     weights: str | Path | None, frames: int, device: torch.device | str = "cpu", eps: float = EPS
 ) -> Callable[[Tensor], Tensor] | None:
-    """The features of I3D for RGB videos of so many frames, see `I3D.features`, with its `eps`; None without a file of
-    weights. Raises ValueError, in one line, if I3D takes no such videos or the file does not hold it."""
+    """`I3D.features` of I3D with this `eps`, for RGB videos of this number of frames; None without a file of weights.
+    Raises ValueError, in one line, if I3D takes no such videos or the file does not hold it."""
     if weights is None:
         return None
     check_shape(3, frames)
@@ -167,18 +167,18 @@ class _Mixed(nn.Module):
 
     def __init__(self, fan_in: int, *sizes: int) -> None:
         super().__init__()
-        one, two_in, two, three_in, three, four = sizes
-        self.b0 = _Unit(fan_in, one, 1)
-        self.b1a, self.b1b = _Unit(fan_in, two_in, 1), _Unit(two_in, two, 3)
-        self.b2a, self.b2b = _Unit(fan_in, three_in, 1), _Unit(three_in, three, 3)
-        self.b3a, self.b3b = _MaxPool((3, 3, 3), (1, 1, 1)), _Unit(fan_in, four, 1)
+        b0, b1a, b1b, b2a, b2b, b3b = sizes
+        self.b0 = _Unit(fan_in, b0, 1)
+        self.b1a, self.b1b = _Unit(fan_in, b1a, 1), _Unit(b1a, b1b, 3)
+        self.b2a, self.b2b = _Unit(fan_in, b2a, 1), _Unit(b2a, b2b, 3)
+        self.b3a, self.b3b = _MaxPool((3, 3, 3), (1, 1, 1)), _Unit(fan_in, b3b, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.b0(x), self.b1b(self.b1a(x)), self.b2b(self.b2a(x)), self.b3b(self.b3a(x))], dim=1)
 
 
 def pad_same(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """(b, c, f, h, w) with zeros around, so that ceil(size / stride) values come out of each of the last three."""
+    """(b, c, f, h, w), padded with zeros so that a kernel makes ceil(size / stride) outputs along f, h and w."""
     padding: list[int] = []
     for size, k, s in zip(x.shape[2:], kernel, stride, strict=True):
         missing = max((-(-size // s) - 1) * s + k - size, 0)

@@ -3,8 +3,8 @@
 The weights of the VGG16 and the heads of LPIPS are never trained and never saved with a model. They come from the
 user's files, or are fetched as published.
 
-The package lpips is not used, because it imports torchvision and SciPy, 1.6 s and 176 MiB of each process beside
-PyTorch, and compares in bf16 under autocast. The tests compare with it.
+The package lpips is not used: its imports of torchvision and SciPy take 1.6 s and 176 MiB of each process beside
+PyTorch, and it compares in bf16 under autocast. The tests compare with it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _vgg16_features(widths: Sequence[int]) -> nn.Sequential:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """(b, c, h, w), scaled to length 1 over c; 0 where all channels are 0."""
+    """(b, c, h, w), scaled to length 1 along c; 0 where all channels are 0."""
     return x / (torch.linalg.vector_norm(x, dim=1, keepdim=True) + 1e-10)
 
 
@@ -122,7 +122,7 @@ def load_perceptual(
     Args:
         kind: "vgg", "lpips", or "none".
         weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. What it
-            does not hold, or all with None or "published", comes from torch.hub's cache, into which it is fetched.
+            lacks, or all for None or "published", is fetched into torch.hub's cache, unless it is there.
         side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
         flag: The user's flag for the weights, for messages.
@@ -143,25 +143,25 @@ def load_perceptual(
     if side is not None:
         _check_shape(3, side, side, hint)
     with torch.device("meta"):
-        own_names = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
+        names_by_published = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
     files = {"features": VGG16, **({"lin": LPIPS_HEADS} if kind == "lpips" else {})}
     published = " and ".join(map(str, files.values()))
     source = None if weights in (None, PUBLISHED) else Path(weights)
-    paths = [source] if source and not source.is_dir() else [file.inside(source) for file in files.values() if source]
+    paths = [source] if source and not source.is_dir() else [file.find_in(source) for file in files.values() if source]
     state: dict[str, Tensor] = {}
     try:
         for path in filter(None, paths):
-            state |= read_state_dict(path, own_names.keys() - state.keys(), published=published)
+            state |= read_state_dict(path, names_by_published.keys() - state.keys(), published=published)
         if source and not state:
             raise ValueError(f"{source} holds no weights of {kind}; give {published}")
         for prefix, file in files.items():
             if not any(name.startswith(prefix) for name in state):
                 state |= read_state_dict(
-                    fetch_file(file, heartbeat), {name for name in own_names if name.startswith(prefix)}
+                    fetch_file(file, heartbeat), {name for name in names_by_published if name.startswith(prefix)}
                 )
     except ValueError as error:
         raise ValueError(f"{flag}: {error}{hint}") from None
-    state = {own_names[name]: tensor for name, tensor in state.items()}
+    state = {names_by_published[name]: tensor for name, tensor in state.items()}
     try:
         with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
             model = build_with_weights(lambda: PerceptualLoss(kind, widths), state)
@@ -173,14 +173,14 @@ def load_perceptual(
 def load_lpips(
     weights: str | None, side: int, device: torch.device | str = "cpu", heartbeat: Callable[[], None] = lambda: None
 ) -> PerceptualLoss | None:
-    """The LPIPS that a validation reports of images with this side in pixels, with the weights of --lpips_weights; None
-    without any. Raises ValueError as `load_perceptual`."""
+    """The LPIPS that validations report, for images of this side in pixels, with the weights of --lpips_weights; None
+    without that flag. Raises ValueError as `load_perceptual`."""
     return load_perceptual(
         "lpips" if weights else "none", weights, device, side=side, flag="--lpips_weights", heartbeat=heartbeat
     )
 
 
 def _published_name(name: str) -> str:
-    """heads.2.weight -> lin2.model.1.weight, LPIPS's name of it; a name of the trunk, which is torchvision's, stays."""
+    """The published name of a weight: heads.2.weight -> lin2.model.1.weight; those of the VGG16 are the same."""
     part, index, kind = name.split(".")
     return f"lin{index}.model.1.{kind}" if part == "heads" else name

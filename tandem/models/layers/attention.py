@@ -11,15 +11,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .dropout import derive_keys, dropout
 from .recompute import recomputed
 
-# Factor of the logits, which are products of normalised queries and keys times their learned scales.
+# Factor of the logits q.k, where q and k are unit vectors times their learned scales.
 LOGIT_SCALE = 8.0
 
 # The kernels that take a bias both with and without a gradient. PyTorch's choice among all kernels depends on whether
 # there is a graph, but gradient caching computes features without one and again with one, and needs equal bits.
 SDPA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# Added to a squared length, so that a zero vector has a finite gradient. The length of a normalised vector is then less
-# than 1, by 5e-7 if it was 0.1 before, and by less if it was longer.
+# Added to a squared length, so that a zero vector has a finite gradient. It makes a normalised vector shorter than 1,
+# by 5e-7 for a vector of length 0.1, and by less for longer ones.
 _EPSILON = 1e-8
 
 
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
     """``depth`` layers of attention and feed-forward, each with a residual; no norm at the end.
 
     Args:
-        recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
+        recompute: In training, compute each layer again in the backward pass instead of keeping its activations.
         ff_mult: Inner width of a feed-forward, as a multiple of dim, before the 2/3 of GEGLU.
         attn_dropout, ff_dropout: Dropout rates of attention and feed-forward in training, in [0, 1).
     """
@@ -116,13 +116,13 @@ class Transformer(nn.Module):
         """
         outputs = []
         for index, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
-            layer_keys = None if dropout_keys is None else derive_keys(dropout_keys, index)
-            x = recomputed(_layer, attention, feed_forward, x, bias, layer_keys, when=self.recompute and self.training)
+            keys = None if dropout_keys is None else derive_keys(dropout_keys, index)
+            x = recomputed(_apply_layer, attention, feed_forward, x, bias, keys, when=self.recompute and self.training)
             outputs.append(x)
         return outputs
 
 
-def _layer(
+def _apply_layer(
     attention: nn.Module, feed_forward: nn.Module, x: Tensor, bias: Tensor | None, keys: Tensor | None
 ) -> Tensor:
     attention_keys, feed_forward_keys = (None, None) if keys is None else (derive_keys(keys, 0), derive_keys(keys, 1))
@@ -131,7 +131,7 @@ def _layer(
 
 
 def output_layers(depth: int, below: int, spacing: str) -> list[int]:
-    """Layers, from 0, whose outputs a tower gives: the last, then so many below it, from the top down.
+    """Indices, from 0, of the layers whose outputs a tower returns: the last, then ``below`` lower ones, falling.
 
     Args:
         below: Number of layers below the last, less than depth.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tandem.models.base import Pretrained
 
 Self = TypeVar("Self", bound="Autoencoder")
+Conv = TypeVar("Conv", nn.Conv2d, nn.Conv3d)
 
 
 class Autoencoder(Pretrained):
@@ -23,9 +24,19 @@ class Autoencoder(Pretrained):
     quantizer: Any
     _is_encoder_frozen = False
 
+    @property
+    def num_codes(self) -> int:
+        """Number of codes; with FSQ it may differ a little from codebook_size. 0: latents are continuous."""
+        return int(self.quantizer.num_codes)
+
+    @property
+    def codebook_summary(self) -> str:
+        """A short description of the codebook, such as "fsq: 1000 codes, levels 8,5,5,5"."""
+        return f"{self.config['quantizer']}: {self.quantizer.summary()}"
+
     def freeze_encoder(self) -> None:
-        """Freeze what comes before the decoder: the encoder, and the quantizer with its codebook and its averages. Only
-        the weights of `decoder` are trained."""
+        """Freeze the encoder, and the quantizer with its codebook and its averages: only the weights of `decoder` are
+        trained."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.startswith("decoder."))
         self._is_encoder_frozen = True
@@ -39,11 +50,11 @@ class Autoencoder(Pretrained):
 
 
 class ResBlock(nn.Module):
-    """A residual block: two halves (made by ``half``) and a 1 x 1 convolution, whose result is added to the input."""
+    """x + a 1 x 1 convolution of two halves, each made by ``make_half``: (b, channels, h, w) -> its shape."""
 
-    def __init__(self, channels: int, half: Callable[[int], list[nn.Module]]) -> None:
+    def __init__(self, channels: int, make_half: Callable[[int], list[nn.Module]]) -> None:
         super().__init__()
-        self.net = nn.Sequential(*half(channels), *half(channels), nn.Conv2d(channels, channels, 1))
+        self.net = nn.Sequential(*make_half(channels), *make_half(channels), nn.Conv2d(channels, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.net(x)
@@ -69,13 +80,24 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(16, channels), channels)
 
 
+def replicate_filters(conv: Conv, copies: int) -> Conv:
+    """The convolution, initialised so that each filter starts equal to the ``copies`` - 1 after it, without a bias
+    (Aitken et al. 2017, "Checkerboard artifact free sub-pixel convolution")."""
+    filters = torch.empty(conv.out_channels // copies, *conv.weight.shape[1:])
+    nn.init.kaiming_uniform_(filters)
+    with torch.no_grad():
+        conv.weight.copy_(filters.repeat_interleave(copies, dim=0))
+    nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+    return conv
+
+
 _checks_ranges = ContextVar("_checks_ranges", default=True)
 
 
 @contextmanager
 def without_range_checks() -> Iterator[None]:
-    """A context in which `check_range` and `check_codes` do not look at the values, because that waits for the device.
-    The caller guarantees the range."""
+    """A context in which `check_range` and `check_codes` read no values, because reading them waits for the device. The
+    caller guarantees the range."""
     token = _checks_ranges.set(False)
     try:
         yield
@@ -83,7 +105,7 @@ def without_range_checks() -> Iterator[None]:
         _checks_ranges.reset(token)
 
 
-# Images may overshoot [0, 1] a little, as resized and reconstructed ones do; those in [-1, 1] or [0, 255] do not fit.
+# Resized and reconstructed images overshoot [0, 1] a little; images in [-1, 1] or [0, 255] are mistakes.
 _MIN_PIXEL, _MAX_PIXEL = -0.5, 1.5
 
 
@@ -126,6 +148,15 @@ def check_codes(codes: Tensor, num_codes: int) -> None:
         minimum, maximum = (int(value) for value in codes.aminmax())
         if minimum < 0 or maximum >= num_codes:
             raise ValueError(f"codes from {minimum} to {maximum}: the codebook has those from 0 to {num_codes - 1}")
+
+
+def check_multiple(name: str, pixels: int, multiple: int, rule: str = "") -> None:
+    """Raise a ValueError of one line unless ``pixels``, a height or width, is a multiple of ``multiple``, which the
+    message calls ``rule``."""
+    if pixels < multiple or pixels % multiple:
+        smaller = max(pixels // multiple, 1) * multiple
+        hint = f"use {smaller} or {smaller + multiple}"
+        raise ValueError(f"{name} {pixels} must be a multiple of {rule or multiple}; {hint}")
 
 
 def as_square(codes: Tensor) -> Tensor:

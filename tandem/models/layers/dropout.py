@@ -1,7 +1,7 @@
-"""Dropout whose mask is a hash of a key per sample and of the indices of a number, computed on the device.
+"""Dropout whose mask is a hash of the sample's key and of the indices of each number, computed on the device.
 
-A random number per attention weight would take gigabytes to draw and to transfer, and a generator's numbers depend on
-the device and on how far a sample is padded. The hash has no state: each process, each pass over a micro-batch, each
+One random number per attention weight would be gigabytes to draw and to transfer, and the numbers of a generator depend
+on the device and on the padding of a sample. The hash has no state: each process, each pass over a micro-batch, each
 recomputation and each device computes the same mask, whatever else is in the batch.
 """
 
@@ -49,8 +49,7 @@ def dropout(x: Tensor, rate: float, keys: Tensor | None) -> Tensor:
         return x
     for size in x.shape[1:-1]:
         keys = derive_keys(keys, torch.arange(size, device=x.device))
-    # One round for each number. Columns are scrambled before they are combined with rows, so that no row has the draws
-    # of another one in another order.
+    # Columns are hashed before they are combined with rows, so that no row is a permutation of another row.
     columns = mix32(torch.arange(x.shape[-1], device=x.device))
     words = mix32(keys[..., :1] ^ columns) ^ keys[..., 1:]
     return x.masked_fill(words < round(rate * 2**32), 0.0) * (1 / (1 - rate))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.models.autoencoders import LATENTS, QUANTIZERS
+from tandem.config.models.autoencoders import LATENT_KINDS, QUANTIZERS
 
 if TYPE_CHECKING:
     from tandem.config.models.autoencoders import QuantizerConfig
@@ -29,7 +29,7 @@ def make_quantizer(config: QuantizerConfig) -> Any:
     Raises:
         ValueError: an unknown name or a value out of range.
     """
-    names = LATENTS if hasattr(config, "latent_dim") else QUANTIZERS
+    names = LATENT_KINDS if hasattr(config, "latent_dim") else QUANTIZERS
     if config.quantizer not in names:
         raise ValueError(f"quantizer {config.quantizer!r} is unknown; use one of {', '.join(names)}")
     module, class_name = _CLASSES[config.quantizer]

@@ -1,5 +1,4 @@
-"""The interface of every quantizer, and sums over micro-batches and processes, which turn statistics of their parts
-into those of the whole batch of an update."""
+"""The interface of all quantizers, and the mean of a statistic over the micro-batches and processes of an update."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ class Quantized(NamedTuple):
 
 
 class GlobalMean:
-    """Mean of a vector statistic over every item of an update.
+    """Mean of a vector statistic over all items of an update.
 
-    Sums are in fp64, so that the mean, rounded to fp32, hardly ever depends on how items are spread over processes.
+    Sums are in fp64, so that the mean, rounded to fp32, hardly ever depends on the distribution of items to processes.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class GlobalMean:
     def reduce_stats(self, all_reduce: AllReduce) -> None:
         """Fix the mean over the items of all processes, until `clear`. Collective."""
         if self._local_sum is None:
-            raise RuntimeError("pool() before observe(): nothing was observed, so there is nothing to pool")
+            raise RuntimeError("reduce_stats() before accumulate_stats(): there is nothing to reduce")
         self._global_sum, self._local_sum = all_reduce(self._local_sum), None
 
     def clear(self) -> None:
@@ -59,8 +58,8 @@ class GlobalMean:
 
         Args:
             total: Sum (k,) over the `count` local items.
-            all_reduce: If given, the result is the pooled mean or, if nothing was pooled, the mean over all
-                processes (collective); if None, the mean of the local items.
+            all_reduce: None: the mean of the local items. Else the mean that `reduce_stats` fixed or, without one, the
+                mean over all processes (collective).
         """
         if all_reduce is None:
             return total.detach().to(sum_dtype(total.device)) / count
@@ -69,7 +68,7 @@ class GlobalMean:
 
 
 def _pack(total: Tensor, count: int) -> Tensor:
-    return torch.cat([wide := total.detach().to(sum_dtype(total.device)), wide.new_full((1,), count)])
+    return torch.cat([wide_total := total.detach().to(sum_dtype(total.device)), wide_total.new_full((1,), count)])
 
 
 def single_process(tensor: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ class Bottleneck(nn.Module):
     loss_names: ClassVar[tuple[str, ...]] = ()
     """Keys of `Quantized.losses`, in train and eval mode."""
     keeps_fp32: ClassVar[bool] = False
-    """Whether `.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model, leave its averages in fp32."""
+    """Whether averages stay in fp32 under `.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model."""
 
     all_reduce: AllReduce
     gather: Callable[[Tensor], Tensor]
@@ -112,7 +111,7 @@ class Bottleneck(nn.Module):
         self.rank, self.world_size = 0, 1
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        # Share bound methods, because copying one copies its object: a backend with sockets, which cannot be copied.
+        # Share bound methods: a copy of one would copy its object, a backend with sockets, which cannot be copied.
         memo.update({id(shared): shared for shared in (self.all_reduce, self.gather)})
         clone = memo[id(self)] = self.__class__.__new__(self.__class__)
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -160,14 +159,14 @@ class Quantizer(Bottleneck, ABC):
         optimizer step
         quantizer.after_step(step, seed, skipped)
 
-    In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: its statistics are those
+    In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: it uses the statistics
     of its own input.
 
     Args:
         num_codes: Entries of the codebook.
         dim: Channels of an entry.
-        mean: Collects the mean over the whole batch, if a loss needs one. A subclass adds to it in `_accumulate_stats`;
-            this class pools and clears it.
+        mean: The mean over the whole batch, if a loss needs one. A subclass adds to it in `_accumulate_stats`; this
+            class reduces and clears it.
 
     Raises:
         ValueError: less than 2 entries, or less than 1 channel.
@@ -221,13 +220,13 @@ class Quantizer(Bottleneck, ABC):
 
     @torch.no_grad()
     def reduce_stats(self) -> None:
-        """Fix the observed statistics for every forward until `after_step`. Collective."""
+        """Fix the accumulated statistics for every forward until `after_step`. Collective."""
         if self._mean is not None:
             self._mean.reduce_stats(self.all_reduce)
 
     @torch.no_grad()
     def after_step(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
-        """End an update. Call it once per update, after the last backward. Collective; in eval mode it does nothing.
+        """End an update: to be called once per update, after the optimizer. Collective; in eval mode it does nothing.
 
         Args:
             step: Number of the update, the same on every process.
@@ -270,6 +269,6 @@ class Quantizer(Bottleneck, ABC):
         return rearrange(z.float(), "b d ... -> (b ...) d")
 
 
-def straight_through(entries: Tensor, rows: Tensor) -> Tensor:
-    """Exactly the value of `entries`, with the gradient of `rows`; NaN where `rows` is not finite."""
-    return entries + (rows - rows.detach())
+def straight_through(value: Tensor, gradient_source: Tensor) -> Tensor:
+    """Exactly ``value``, with the gradient of ``gradient_source`` added to its own; NaN where that is not finite."""
+    return value + (gradient_source - gradient_source.detach())

@@ -23,17 +23,17 @@ _MARGIN = 1e-3
 
 
 class FiniteScalarQuantizer(Quantizer):
-    """Rounds each channel, bounded by a tanh, to one of L levels in [-1, 1], multiples of 1 / (L // 2): the largest of
-    an even L is 1 - 2 / L (Mentzer et al. 2023, section 3).
+    """Rounds each channel, bounded by a tanh, to one of L levels in [-1, 1], multiples of 1 / (L // 2); for an even L
+    the largest is 1 - 2 / L (Mentzer et al. 2023, section 3).
 
     The code has the first channel as its least significant digit, as in the paper's appendix A.1. There are no losses
     and no statistics. The bound is shifted by artanh (the listing there has tan), so that z = 0 is level L // 2 for
     even L too.
 
-    `fsq_levels` are the numbers of levels of each channel; without them, the published ones for `codebook_size`.
+    `fsq_levels` are the numbers of levels of the channels; None: those that are published for `codebook_size`.
 
     Raises:
-        ValueError: no channels, a channel with less than 3 levels, or a size for which none are published.
+        ValueError: no channels, a channel with less than 3 levels, or a codebook_size without published levels.
     """
 
     _levels: Tensor
@@ -65,7 +65,7 @@ class FiniteScalarQuantizer(Quantizer):
         return self._to_entries(codes[..., None] // self._place_values % self._levels)
 
     def _bound(self, rows: Tensor) -> Tensor:
-        """Channels in units of a level, 0 for level L // 2."""
+        """Bounded channels, in units of the distance of two levels: 0 is level L // 2."""
         half_range = (self._levels - 1) * (1 + _MARGIN) / 2
         offset = (self._levels % 2 == 0) / 2  # an even number of levels has no middle one
         return torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
@@ -83,11 +83,7 @@ class FiniteScalarQuantizer(Quantizer):
 
 
 def _published_levels(codebook_size: int) -> tuple[int, ...]:
-    """The published levels for a codebook of about this size.
-
-    Raises:
-        ValueError: a size that the table does not have.
-    """
+    """The published levels for a codebook of about this size. Raises ValueError, in one line, for other sizes."""
     if codebook_size not in _LEVELS:
         problem = f"codebook_size {codebook_size}: levels are published for {', '.join(map(str, _LEVELS))}"
         raise ValueError(f"{problem}; use one of these, or give the levels themselves, such as 8,5,5,5")

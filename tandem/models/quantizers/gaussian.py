@@ -1,5 +1,5 @@
-"""No quantizer, but a continuous latent with the quantizers' interface: a diagonal Gaussian (Kingma & Welling 2014; as
-the autoencoders of Rombach et al. 2022 have it)."""
+"""Continuous latents with the interface of a quantizer: a diagonal Gaussian (Kingma & Welling 2014), as in the
+autoencoders of Rombach et al. 2022."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from tandem.config.models.autoencoders import VQGANConfig
 
 _DECAY = 0.99  # per update, of the averages that give the scale of the latents
-_LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
+_MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
 
 
 def compute_scale(moments: Tensor) -> tuple[float, float] | None:
     """(scaling_factor, shift_factor), 1 / standard deviation and mean of all numbers of the latents, from
     `DiagonalGaussian.moments`; None if nothing was measured, or if the latents were not finite."""
-    weight, mean, square = moments.tolist()
-    if not weight or not math.isfinite(mean + square):
+    weight, mean, mean_square = moments.tolist()
+    if not weight or not math.isfinite(mean + mean_square):
         return None
-    deviation = math.sqrt(max(square / weight - (mean / weight) ** 2, 0.0))
+    deviation = math.sqrt(max(mean_square / weight - (mean / weight) ** 2, 0.0))
     return 1 / max(deviation, 1e-12), mean / weight
 
 
@@ -58,7 +58,7 @@ class DiagonalGaussian(Bottleneck):
     def gaussian(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """z (b, 2 dim, ...) -> mean and log variance, fp32 (b, dim, ...) each."""
         mean, log_variance = z.float().chunk(2, dim=1)
-        return mean, log_variance.clamp(_LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE)
+        return mean, log_variance.clamp(_MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE)
 
     def forward(self, z: Tensor, noise: Tensor | None = None) -> Quantized:
         """z (b, 2 dim, ...) -> latents fp32 (b, dim, ...), which are samples with standard normal noise of their shape,

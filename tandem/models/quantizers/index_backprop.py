@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Quantizer
+from .base import Quantizer, straight_through
 from .entropy import SoftmaxEntropy
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class IndexBackpropQuantizer(Quantizer):
         codes = logits.detach().argmax(1)
         entries = self.codebook(codes)
         mixture = self.codebook(logits.softmax(1), mix=True)
-        quantized = entries + (mixture - mixture.detach())
+        quantized = straight_through(entries, mixture)
         # Keep this order: the gradients of rows are added in it, so another order would round differently.
         commitment = F.mse_loss(quantized, rows) + F.mse_loss(rows, entries.detach())
         commitment = commitment + _BETA * F.mse_loss(entries, rows.detach())

@@ -66,8 +66,8 @@ class BinarySphericalQuantizer(LookupFreeQuantizer):
 
     Zhao et al. 2024, "Image and video tokenization with binary spherical quantization"; p(c | v) = softmax_c 2
     inv_temperature <v, c>, which is a product over the bits of sigmoid(4 inv_temperature v_b c_b), c_b = +-1 / sqrt(d).
-    Losses: ``commitment`` is mean (v - sg q)^2; ``entropy`` is
-    H_sample - diversity_gamma H_batch, in nats. The gradient reaches z through v. The authors leave `commitment` out.
+    Losses: ``commitment``, which the paper does not have, is mean (v - sg q)^2; ``entropy`` is H_sample -
+    diversity_gamma H_batch, in nats. The gradient reaches z through v.
     """
 
     @staticmethod
@@ -79,8 +79,8 @@ class BinarySphericalQuantizer(LookupFreeQuantizer):
 
 
 def sign_codes(rows: Tensor) -> Tensor:
-    """Vectors (..., bits) -> int64 codes (...) of their signs; only what is greater than 0 counts as positive. The
-    first channel is the most significant bit, as in the public implementations; in Yu et al. 2024 it is the least."""
+    """Vectors (..., bits) -> int64 codes (...) of their signs; 0 counts as negative. The first channel
+    is the most significant bit, as in the public implementations; in Yu et al. 2024 it is the least significant."""
     shifts = torch.arange(rows.shape[-1] - 1, -1, -1, device=rows.device)
     return ((rows > 0).long() << shifts).sum(-1)
 

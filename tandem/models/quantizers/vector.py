@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tandem.config.models.autoencoders import QuantizerConfig
 
 _SMOOTHING = 1e-5  # Laplace smoothing of the counts
-# Pairs of a vector and an entry that are compared at a time: 256 MiB of distances.
-_PAIRS_AT_ONCE = 2**26
-_LEAST_LENGTH = 1e-6  # of a vector: bounds the factor of its gradient
+# Pairs of a vector and an entry whose distances are computed at once: 256 MiB.
+_MAX_PAIRS = 2**26
+_MIN_LENGTH = 1e-6  # of a vector in `rotated`: it limits the gradient
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0x45D9F3B  # odd and below 2^31: its product with 32 bits fits an int64
 
@@ -68,7 +68,7 @@ class VectorQuantizer(Quantizer):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the codebook has its first entries. Until then, each call waits for the device."""
+        """Whether the codebook has entries from k-means. Until then, each call waits for the device."""
         self._is_initialized = self._is_initialized or bool(self.initialized)
         return self._is_initialized
 
@@ -78,7 +78,7 @@ class VectorQuantizer(Quantizer):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._is_initialized = False  # the loaded codebook may have no entries yet
+        self._is_initialized = False  # the loaded codebook may not be initialised
 
     @torch.no_grad()
     def reduce_stats(self) -> None:
@@ -91,7 +91,7 @@ class VectorQuantizer(Quantizer):
         if not self.training:
             return
         if not self._codes:
-            raise RuntimeError("after_update() without a forward in train mode, with gradients, before it")
+            raise RuntimeError("after_step() without a forward in train mode, with gradients, before it")
         vectors, codes = torch.cat(self._vectors), torch.cat(self._codes)
         self._vectors, self._codes = [], []
         counts, sums = sums_by_code(vectors, codes, self.num_codes)
@@ -99,17 +99,17 @@ class VectorQuantizer(Quantizer):
         packed = self.all_reduce(torch.cat([counts[:, None], sums, candidates], dim=1))
         counts, sums, candidates = packed.float().split([1, self.dim, self.dim], dim=1)
 
-        counts = self.code_counts.lerp(counts[:, 0], 1 - self.decay)
-        sums = self.code_sums.lerp(sums, 1 - self.decay)
-        total = counts.sum()
-        smoothed = (counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
-        codebook = self._project(sums / smoothed[:, None])
-        mean_count = counts.mean()  # dead entries are replaced by candidates, with the mean count
-        is_dead = counts < self.revive_below * mean_count
+        new_counts = self.code_counts.lerp(counts[:, 0], 1 - self.decay)
+        new_sums = self.code_sums.lerp(sums, 1 - self.decay)
+        total = new_counts.sum()
+        smoothed = (new_counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
+        codebook = self._project(new_sums / smoothed[:, None])
+        mean_count = new_counts.mean()  # of a candidate, which replaces a dead entry
+        is_dead = new_counts < self.revive_below * mean_count
         codebook = torch.where(is_dead[:, None], candidates, codebook)
-        counts = torch.where(is_dead, mean_count, counts)
-        sums = torch.where(is_dead[:, None], candidates * mean_count, sums)
-        for old, new in ((self.codebook, codebook), (self.code_counts, counts), (self.code_sums, sums)):
+        new_counts = torch.where(is_dead, mean_count, new_counts)
+        new_sums = torch.where(is_dead[:, None], candidates * mean_count, new_sums)
+        for old, new in ((self.codebook, codebook), (self.code_counts, new_counts), (self.code_sums, new_sums)):
             old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
     def _draw_candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
@@ -143,7 +143,7 @@ class VectorQuantizer(Quantizer):
 
     @torch.no_grad()
     def _initialize(self, rows: Tensor) -> None:
-        """Entries from k-means of the vectors (n, d) of all processes, unless a centre is not finite. Collective."""
+        """Set the entries by k-means of all processes' vectors (n, d), unless a centre is not finite. Collective."""
         vectors = self.gather(rows)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
         # Average the centres of all processes: entries must be equal even if their k-means rounded differently.
@@ -161,16 +161,16 @@ class VectorQuantizer(Quantizer):
 
 
 def rotated(rows: Tensor, entries: Tensor) -> Tensor:
-    """Vectors e (n, d) turned and scaled onto their entries q (n, d), with a gradient as if the turn were a constant:
+    """Vectors e (n, d) turned and scaled onto their entries q (n, d), with the gradient of a constant turn:
     Fifty et al. 2024, "Restructuring Vector Quantization with the Rotation Trick", section 4.2. The angle between a
-    gradient and an entry becomes the angle between the gradient that the vector gets and the vector.
+    gradient and an entry becomes the angle between the vector's gradient and the vector.
 
         |q| / |e| (I - 2 r r^T + 2 q1 e1^T) e    with e1 = e / |e|, q1 = q / |q|, r = (e1 + q1) / |e1 + q1|
     """
     with torch.no_grad():
         row_norms, entry_norms = (vectors.norm(dim=1, keepdim=True) for vectors in (rows, entries))
         e1, q1 = F.normalize(rows, dim=1), F.normalize(entries, dim=1)
-        r, scale = F.normalize(e1 + q1, dim=1), entry_norms / row_norms.clamp_min(_LEAST_LENGTH)
+        r, scale = F.normalize(e1 + q1, dim=1), entry_norms / row_norms.clamp_min(_MIN_LENGTH)
     along_r, along_e1 = ((rows * axis).sum(1, keepdim=True) for axis in (r, e1))
     return scale * (rows - 2 * along_r * r + 2 * along_e1 * q1)
 
@@ -178,7 +178,7 @@ def rotated(rows: Tensor, entries: Tensor) -> Tensor:
 def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
     """Vectors (n, d) and entries (K, d) -> codes (n,) int64: the entry with the smallest Euclidean distance."""
     half_squares = entries.square().sum(1) / 2
-    chunk_size = max(_PAIRS_AT_ONCE // len(entries), 1)
+    chunk_size = max(_MAX_PAIRS // len(entries), 1)
     # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + a term without e
     return torch.cat([(half_squares - chunk @ entries.T).argmin(1) for chunk in vectors.split(chunk_size)])
 

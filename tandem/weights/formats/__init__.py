@@ -1,2 +1,2 @@
-"""Reading files from untrusted sources: no code in them is run, nothing outside a model's folder is read for the model,
-and no size that a file states makes us allocate memory before the file is known to hold as much data."""
+"""Files of public packages. They are untrusted: no code in them is run, no file outside a model's folder is read, and
+memory for a size that a file states is allocated after a check that the file holds as much data."""

@@ -1,5 +1,5 @@
-"""The keys of another package's training configuration, and which of their values have a counterpart in this project.
-public_names.yaml lists each key with its default in that package and its flag in this project."""
+"""The keys of another package's training configuration, and those of their values that have a counterpart here.
+public_names.yaml lists each key with its default in that package and its flag here."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tandem.config.converters import nearest
+from tandem.config.converters import did_you_mean
 
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
-# Beginnings of the note of a key of which every value is used or has no effect. Any other note says why values other
-# than the default are left out.
+# Beginnings of the notes of keys all of whose values are used or have no effect. Any other note says why values other
+# than the default have no counterpart.
 _USED = ("--", "convert.py config reads it", "leave it out")
 
 Section = Mapping[str, Any]
 Flags = dict[str, tuple[str, Any]]
-"""Name of a flag -> (key of the other package, value of the flag; None: the flag's own default)."""
+"""Name of a flag -> (key of the other package, value of the flag or None for its default)."""
 SupportedValues = dict[str, tuple[Sequence[Any] | None, str]]
 """Key with its sections, such as "train.lr" -> (the values with a counterpart, None for all; why others have none). The
 key "*" of a section stands for all its other keys."""
 
 
 def supported_values(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any]]) -> SupportedValues:
-    """The supported values of all keys in sections, from the rows of public_names.yaml. ``equivalents``: by key, the
-    values with a counterpart here where these are not the other package's default alone."""
+    """The supported values of all keys in sections, from the rows of public_names.yaml. ``equivalents``: key -> values
+    with a counterpart, for keys of which the other package's default is not the only one."""
     rows_by_key = {row.key: row for row in rows if "." in row.key}
     return {
         key: (None if row.flag or row.note.startswith(_USED) else equivalents.get(key, (read_default(row),)), row.note)
@@ -43,29 +43,29 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
         ValueError: one line that names a key whose value should be a mapping.
     """
     sections = {key.rpartition(".")[0] for key in supported}
-    sections |= {path.rpartition(".")[0] for path in sections} - {""}
+    sections |= {location.rpartition(".")[0] for location in sections} - {""}
 
-    def check_section(section: Section, prefix: str, path_prefix: str) -> Iterator[str]:
+    def check_section(section: Section, prefix: str, location_prefix: str) -> Iterator[str]:
         for key, value in section.items():
-            name, path = f"{prefix}{key}", f"{path_prefix}{key}"
+            name, location = f"{prefix}{key}", f"{location_prefix}{key}"
             if name in sections:
                 is_list = isinstance(value, list)
                 for index, element in enumerate(value if is_list else [value]):
-                    element_path = f"{path}[{index}]" if is_list else path
-                    yield from check_section(require_mapping(element, path), f"{name}.", f"{element_path}.")
+                    element_location = f"{location}[{index}]" if is_list else location
+                    yield from check_section(require_mapping(element, location), f"{name}.", f"{element_location}.")
             elif name not in supported and f"{prefix}*" not in supported:
                 siblings = [element.removeprefix(prefix) for element in supported if element.startswith(prefix)]
-                yield f"{path}: unknown key{nearest(str(key), siblings)}"
+                yield f"{location}: unknown key{did_you_mean(str(key), siblings)}"
             else:
                 values, reason = supported.get(name) or supported[f"{prefix}*"]
                 if values is not None and value not in (None, "", *values):
-                    yield f"{path} {short(value)}: {reason}"
+                    yield f"{location} {short(value)}: {reason}"
 
     return check_section(config, "", "")
 
 
 def read_default(row: Row) -> Any:
-    """The value of a key by default in the other package."""
+    """The default of a key in the other package."""
     return yaml.safe_load(row.public_default)
 
 
@@ -91,5 +91,5 @@ def number(value: Any, name: str) -> float:
 
 
 def short(value: Any) -> str:
-    """A value, shortened for a message; of a class with its options, the class."""
+    """A value, shortened for a message; for a class with its options, the class."""
     return " ".join(str(value.get("target", value) if isinstance(value, dict) else value).split())[:60]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem.io.archive import check_sizes
-from tandem.io.weights import first_names, read_content
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.published import check_has_one_set
+from tandem.io.weights import first_names, on_cpu, read_content, replacing
 from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
 
@@ -29,35 +29,28 @@ def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
         temporary.write_bytes(content.getbuffer())
 
 
-def load_dalle(path: str | Path) -> DiscreteVAE:
-    """The model in a vae.pt or vae-final.pt, in eval mode. Errors: see `load_dalle_file`."""
-    return DiscreteVAE.with_weights(Path(path), *load_dalle_file(Path(path)))
-
-
-def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_dalle(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and weights of a vae.pt or vae-final.pt of any release. The weights are mapped from the file and
     take memory only when used.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or no vae.pt.
     """
+    check_has_one_set(path, weights)
     content = read_content(path)
     parts: list[Any] = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]
     if not all(isinstance(part, dict) for part in parts):
         actual = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise ValueError(f"{path} is no vae-final.pt, which has hparams and weights: it holds {actual}")
-    hparams, weights = _OLD_DEFAULTS | parts[0], parts[1]
+    hparams, state = _OLD_DEFAULTS | parts[0], parts[1]
     if missing := sorted(set(HPARAMS) - set(hparams)):
-        raise ValueError(f"{path}: its hparams lack {', '.join(missing)}")
-    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-        raise ValueError(f"{path}: its weights hold something that is not a tensor")
-    check_sizes(path, weights.values())
+        raise ValueError(f"its hparams lack {', '.join(missing)}")
+    if not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError("its weights hold something that is not a tensor")
+    check_sizes(path, state.values())
     arguments = {key: hparams[key] for key in HPARAMS}
     if (channels := arguments.pop("channels")) not in (3, 4):
-        raise ValueError(f"{path}: images of {str(channels)[:24]} channels; a DiscreteVAE has 3 or 4")
+        raise ValueError(f"images of {str(channels)[:24]} channels; a DiscreteVAE has 3 or 4")
     arguments["transparent"] = channels == 4
-    try:
-        check_arguments(arguments, weights)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return arguments, weights
+    check_arguments(arguments, state)
+    return arguments, state

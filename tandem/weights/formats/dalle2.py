@@ -19,15 +19,13 @@ from torch import Tensor
 from tandem.config.models.decoder import DecoderConfig, UnetConfig
 from tandem.io.archive import check_sizes, has_weight_name
 from tandem.io.reading import READ_ERRORS, check_regular, one_line, read_json
-from tandem.io.weights import read_content
-from tandem.io.weights_writing import on_cpu, replacing
-from tandem.models.building import build_with_weights, check_arguments, plain_values
+from tandem.io.weights import on_cpu, read_content, replacing
+from tandem.models.building import check_arguments, plain_values
 from tandem.models.diffusion.decoder import Decoder
 from tandem.models.diffusion.schedule import Schedule
 from tandem.models.diffusion.unet import IMAGE_TOKENS
 
-from .dalle2_config import decoder_config, decoder_part, other_options, public_config
-from .description import describe_file
+from .dalle2_config import decoder_config, decoder_part, public_config, unsupported_options
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError)
@@ -36,7 +34,7 @@ _RELATIVE_TOLERANCE = 1e-3  # of alpha^2
 _UNET_KEY = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
 _SCHEDULE_KEY = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
 _EMA_KEY = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
-# In public names the parts of a level are numbers, and residuals and changes of layout around attention add an ".fn".
+# In public names a number stands for a part of a level, and each wrapper of an attention adds ".fn".
 _PARTS = {
     "downs": ("before", "first", "blocks", "attention", "after"),
     "ups": ("first", "blocks", "attention", "after"),
@@ -49,26 +47,6 @@ def is_public_decoder(path: Path) -> bool:
     """Whether a .pt or .pth holds names of weights of Unets, or a decoder_config.json is beside it. Raises ValueError,
     in one line, if it is no regular file."""
     return (check_regular(path).parent / _CONFIG_FILE).is_file() or has_weight_name(path, b"unets.")
-
-
-def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
-    """The decoder in a public file, in eval mode.
-
-    Args:
-        weights: Of checkpoints: their moving average ("ema"), as trained ("online"), or the average if there is one.
-
-    Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `Decoder` equals.
-    """
-    config, state = _read_decoder(path, weights)
-    with _translate_errors(path):
-        return build_with_weights(lambda: Decoder(config), state).eval()
-
-
-def describe_public_decoder(path: Path) -> dict[str, Any]:
-    """Facts about a public file. Errors: see `load_public_decoder`."""
-    config, state = _read_decoder(path, "best")
-    return describe_file(path, "DALLE2-pytorch", "Decoder", config.to_dict(), state)
 
 
 def save_public_decoder(decoder: Decoder, path: Path) -> None:
@@ -130,7 +108,7 @@ def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
 
 
 def _unused_tensors(unet: UnetConfig) -> dict[str, Tensor]:
-    """Parameters that a public unet of this configuration has, but does not use."""
+    """Parameters that a public unet of this configuration has and does not use."""
     cond_dim, unused = unet.cond_dim, dict[str, Tensor]()
     if not unet.image_embed_dim:
         unused = {"null_image_embed": torch.zeros(1, IMAGE_TOKENS, cond_dim)}
@@ -151,7 +129,7 @@ def _public_name(name: str, weights: Mapping[str, Tensor]) -> str:
 
 
 def _our_name(name: str) -> str:
-    """The name in a `Unet` of a public weight; before 1.15, cross-attention had an ".fn", too."""
+    """The name in a `Unet` of a public weight. Before 1.15, cross-attention also had an ".fn"."""
 
     def rename_part(match: re.Match[str]) -> str:
         parts, number = _PARTS[match[1]], int(match[3])
@@ -160,9 +138,17 @@ def _our_name(name: str) -> str:
     return re.sub(r"^(downs|ups)\.(\d+)\.(\d)\.", rename_part, re.sub(r"(\.fn)+(?=\.)", "", name))
 
 
-def _read_decoder(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """The configuration of the decoder in a file, and its weights in fp32, without unused ones. The public
-    self-attention divides by sqrt(attn_dim_head) twice; the second factor is multiplied into the weights of queries."""
+def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments of the `Decoder` in a public file, and its weights in fp32, without unused ones. The public
+    self-attention divides by sqrt(attn_dim_head) twice; the second factor is multiplied into the weights of queries.
+
+    Args:
+        weights: Of checkpoints: their moving average ("ema"), as trained ("online"), or the average if there is one
+            ("best").
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `Decoder` equals.
+    """
     content = read_content(path)
     with _translate_errors(path):
         if not isinstance(content, dict):
@@ -183,7 +169,7 @@ def _read_decoder(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Te
             raise ValueError(
                 f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, on whose pictures that works"
             )
-        if option := next(other_options(decoder), None):
+        if option := next(unsupported_options(decoder), None):
             raise ValueError(option)
         config = decoder_config(decoder, len(unets))
         tensors = {f"{index}.{name}": unet[name] for index, unet in unets.items() for name in unet}
@@ -197,18 +183,19 @@ def _read_decoder(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Te
                     tensor = tensor.float() if tensor.is_floating_point() else tensor
                     is_query = _SELF_ATTENTION.sub("", name) == "to_q.weight"
                     state[f"unets.{index}.{name}"] = tensor * spec.attn_dim_head**-0.5 if is_query else tensor
-        return dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables)), state
+        config = dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables))
+        return config.to_dict(), state
 
 
 def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:
-    """Whether the last level is noise alone, which the table of a schedule shows and its name does not."""
+    """Whether the last level is noise alone. The tables of the schedules show it, their names do not."""
     for index, table in tables.items():
         if len(table) != config.timesteps:
             raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
     pairs = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
-    for is_zero in (False, True):
-        if all(_matches(Schedule.from_name(name, len(x), zero_terminal_snr=is_zero), x) for name, x in pairs):
-            return is_zero
+    for ends_at_zero_snr in (False, True):
+        if all(_matches(Schedule.from_name(name, len(x), zero_terminal_snr=ends_at_zero_snr), x) for name, x in pairs):
+            return ends_at_zero_snr
     names = ", ".join(dict.fromkeys(config.noise_schedule))
     raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")
 

@@ -30,7 +30,7 @@ FIXED: dict[str, Any] = {
 
 
 def decoder_part(config: Any) -> dict[str, Any]:
-    """The part about the decoder of a training configuration, or of one that has this part alone.
+    """The section about the decoder in a training configuration, or in a configuration of this section alone.
 
     Raises:
         ValueError: there is none.
@@ -45,7 +45,7 @@ def decoder_part(config: Any) -> dict[str, Any]:
     return config
 
 
-def other_options(decoder: Mapping[str, Any]) -> Iterator[str]:
+def unsupported_options(decoder: Mapping[str, Any]) -> Iterator[str]:
     """A line about each option of a public unet whose value `Unet` does not support."""
     for index, unet in enumerate(decoder["unets"]):
         for name, expected in FIXED.items():
@@ -55,12 +55,12 @@ def other_options(decoder: Mapping[str, Any]) -> Iterator[str]:
 
 
 def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: int | None = None) -> DecoderConfig:
-    """The configuration of the first ``count`` Unets (None: all) of a public one. Options that `Unet` does
-    not support, and keys without any effect, are left out.
+    """The configuration of the first ``count`` Unets (None: all) of a public decoder. Options that `Unet` does not
+    support, and keys without any effect, are ignored.
 
     Args:
         decoder: As `decoder_part` gives it.
-        width: Width of image embeddings and text encodings for configurations that do not state it.
+        width: Width of image embeddings and text encodings, for configurations without it.
 
     Raises:
         ValueError: one line, if there is no such decoder.
@@ -105,8 +105,8 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
 
 
 def public_config(config: DecoderConfig) -> dict[str, Any]:
-    """A whole public training configuration around a decoder. Its sections about data and training hold placeholders,
-    because the public package requires them.
+    """A public training configuration with this decoder. Its sections about data and training, which the public package
+    requires, hold placeholders.
 
     Raises:
         ValueError: one line, if the public package has no such decoder.
@@ -195,7 +195,7 @@ def _values_after_first(decoder: Mapping[str, Any], name: str, default: bool) ->
 
 
 def _learned_variance(decoder: Mapping[str, Any]) -> list[int]:
-    """A value for each unet; a single value is for the first alone."""
+    """A value for each unet; a single value is for the first unet alone."""
     value = decoder.get("learned_variance", True)
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return [int(bool(element)) for element in [*values, *[False] * (len(decoder["unets"]) - len(values))]]

@@ -1,7 +1,6 @@
-"""The keys of DALLE2-pytorch's training configurations, version 1.15.6, and the flags of train_decoder.py that they
-become (`convert.py config`). public_names.yaml lists each key with its default in DALLE2-pytorch and its flag;
-`dalle2_config` has the keys of unets. DALLE2-pytorch does not know other keys either; most of its code ignores them.
+"""Training configurations of DALLE2-pytorch 1.15.6 as flags of train_decoder.py (`convert.py config`).
 
+public_names.yaml lists each key with its default in DALLE2-pytorch and its flag; `dalle2_config` has the keys of unets.
 The value of an absent key is the default of DALLE2-pytorch, not that of the flag.
 """
 
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
 _UNETS = "decoder.unets."
-# Key -> the values with a counterpart, for keys whose default in DALLE2-pytorch has none.
+# Key -> values with a counterpart, for keys whose default in DALLE2-pytorch has none.
 _EQUIVALENTS = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
 _METRICS = ("FID", "IS", "KID", "LPIPS")
 _LAST_SHARD = 9999999  # the default in DALLE2-pytorch, which means all shards
-_SUM_TOLERANCE = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
+_SUM_TOLERANCE = 1e-6  # far more than the rounding of fractions that add up to 1
 
 
-def known_keys(rows: Sequence[Row]) -> SupportedValues:
+def supported_keys(rows: Sequence[Row]) -> SupportedValues:
     """The supported values for `config_keys.without_counterpart`, from the rows about the decoder."""
     return {
         **supported_values(rows, _EQUIVALENTS),
@@ -40,7 +39,7 @@ def default_lines(config: Section, supported: SupportedValues) -> Iterator[str]:
         yield f"evaluate.LPIPS.net_type is alex if nothing is said: {supported['evaluate.LPIPS.net_type'][1]}"
 
 
-def flags_of_config(config: Section, rows: Sequence[Row], decoder_flags: Section, processes: int) -> Flags:
+def flags_from_config(config: Section, rows: Sequence[Row], decoder_flags: Section, processes: int) -> Flags:
     """Flags by name, each with the key that it comes from and its value; None: the flag's own default.
 
     Args:
@@ -157,7 +156,7 @@ def _training_flags(train: Section, evaluate: Section, batch_size: float, count:
             raise ValueError(f"train.unet_training_mask: give true or false for each of {count} unets")
         if not any(mask):
             raise ValueError("train.unet_training_mask trains no unet: set one to true")
-        numbers = [number for number, is_trained in enumerate(mask, start=1) if is_trained]
+        numbers = [index + 1 for index, is_trained in enumerate(mask) if is_trained]
         flags["train_unets"] = ("train.unet_training_mask", None if all(mask) else numbers)
     return flags
 

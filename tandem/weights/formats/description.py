@@ -1,4 +1,4 @@
-"""Descriptions of model folders and .pt files, for a person or a program, without building the model."""
+"""Descriptions of model folders and of weights, for a person or a program, without building the model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tandem.models.base import CONFIG_FILE, Headers, read_config, read_headers
 
-from .dalle import load_dalle_file
-
 # Dtypes in safetensors' notation -> PyTorch's names.
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
@@ -24,19 +22,6 @@ def describe_model_folder(folder: Path) -> dict[str, Any]:
     tensors = _describe_headers({name: header for headers in files.values() for name, header in headers.items()})
     sizes = {file: (folder / file).stat().st_size for file in (CONFIG_FILE, *files)}
     return {"kind": "model folder", "model": name, "arguments": arguments, **tensors, "bytes": sizes}
-
-
-def describe_dalle_file(path: Path) -> dict[str, Any]:
-    """Facts about a vae-final.pt. Errors: see `load_dalle_file`."""
-    return describe_file(path, "DALLE-pytorch", "DiscreteVAE", *load_dalle_file(path))
-
-
-def describe_file(
-    path: Path, package: str, model: str, arguments: Mapping[str, Any], weights: Mapping[str, Tensor], **others: Any
-) -> dict[str, Any]:
-    """Facts about a file of a public package: the class of its model, constructor arguments and weights; and others."""
-    facts = {"kind": f"{package} file", "model": model, "arguments": arguments, **describe_weights(weights)}
-    return {**facts, **others, "bytes": {path.name: path.stat().st_size}}
 
 
 def describe_weights(weights: Mapping[Any, Any]) -> dict[str, Any]:

@@ -2,89 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.io.archive import has_weight_name
-from tandem.io.published import check_has_one_set
-from tandem.io.weights import first_names, read_content, why_no_weights
-from tandem.models.base import CONFIG_FILE
+from torch import Tensor
 
-from .dalle import load_dalle, save_dalle
-from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
-from .description import describe_dalle_file
+from tandem.io.archive import has_weight_name
+from tandem.io.reading import one_line
+from tandem.io.weights import first_names, read_content, why_no_weights
+from tandem.models.base import CONFIG_FILE, build
+
+from .dalle import read_dalle, save_dalle
+from .dalle2 import is_public_decoder, read_public_decoder, save_public_decoder
+from .description import describe_weights
 from .diffusers import DIFFUSERS, save_folder
-from .muse import (
-    describe_public_vqgan,
-    is_public_vqgan,
-    load_public_discriminator,
-    load_public_vqgan,
-    save_public_vqgan,
-)
-from .musiclm import assumed, describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
-from .taming import (
-    LLAMAGEN,
-    TAMING_LAYOUT,
-    Layout,
-    describe_autoencoder,
-    llamagen_assumption,
-    load_autoencoder,
-    save_autoencoder,
-)
+from .muse import PACKAGE as MUSE
+from .muse import read_public_discriminator, read_public_vqgan, save_public_vqgan
+from .musiclm import PACKAGE as MUSICLM
+from .musiclm import musiclm_assumptions, read_public_mulan, save_public_mulan
+from .taming import LLAMAGEN, TAMING_LAYOUT, Layout, llamagen_assumptions, read_autoencoder, save_autoencoder
+
+Contents = tuple[dict[str, Any], dict[str, Tensor]]
+"""Constructor arguments and weights of a model of this package."""
 
 
 class PublicFormat(NamedTuple):
-    """The format of a public package's files. All functions raise ValueError, in one line, for files and models that do
-    not fit."""
+    """The format of a public package's files. No code in a file is run. Except for `read` and `read_discriminator`, all
+    functions raise ValueError, in one line, for files and models that do not fit."""
 
+    package: str
     model: str
     """Class of its models."""
     is_format: Callable[[Path], bool]
-    load: Callable[[Path, str], Any]
-    """(path, "best", "ema" or "online") -> model in eval mode."""
+    read: Callable[[Path, str], Contents]
+    """(path, "best", "ema" or "online") -> contents. Raises ValueError, OSError, RuntimeError or IndexError."""
     save: Callable[..., str | None]
     """(model, path), and a keyword `discriminator` if the format has one -> a note about the file for the user."""
-    describe: Callable[[Path], dict[str, Any]]
-    load_discriminator: Callable[[Path], Any] | None = None
-    """path -> the discriminator in the file, or None; None for a format that has none."""
-    assumed: Callable[[Mapping[str, Any]], str] | None = None
+    read_discriminator: Callable[[Path], Contents | None] | None = None
+    """path -> contents of the discriminator in the file, or None; None for a format that has none."""
+    assumptions: Callable[[Mapping[str, Any]], str] | None = None
     """`config` of a model that was read -> a text about the values that its file lacks; None for a complete format."""
 
+    def load(self, path: Path, weights: str = "best") -> Any:
+        """The model in a file or folder, in eval mode.
 
-def _load_dalle(path: Path, weights: str) -> Any:
-    check_has_one_set(path, weights)
-    return load_dalle(path)
+        Args:
+            weights: Of a file with both: the moving average ("ema" or "best"), or the weights as trained ("online").
+        """
+        with _name_path(path):
+            arguments, state = self.read(path, weights)
+        return build({**arguments, "model": self.model}, state, path)
+
+    def load_discriminator(self, path: Path) -> Any:
+        """The discriminator in a file, in eval mode; None if there is none."""
+        with _name_path(path):
+            contents = self.read_discriminator(path) if self.read_discriminator else None
+        return contents and build({**contents[0], "model": "Discriminator"}, contents[1], path)
+
+    def describe(self, path: Path) -> dict[str, Any]:
+        """Facts about a file or folder, for a person or a program."""
+        with _name_path(path):
+            arguments, state = self.read(path, "best")
+            discriminator = self.read_discriminator(path) if self.read_discriminator else None
+        kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
+        facts = {"kind": f"{self.package} {kind}", "model": self.model, "arguments": arguments}
+        facts |= describe_weights(state)
+        if self.assumptions:
+            facts["assumed"] = self.assumptions(arguments)
+        if discriminator:
+            facts["discriminator"] = {**discriminator[0], **describe_weights(discriminator[1])}
+        return {**facts, "bytes": {file.name: file.stat().st_size for file in files}}
+
+
+@contextmanager
+def _name_path(path: Path) -> Iterator[None]:
+    """Turn every error of reading a public file into a ValueError of one line that names the path."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, IndexError) as error:
+        error_text = one_line(error)
+        raise ValueError(error_text if str(path) in error_text else f"{path}: {error_text}") from None
 
 
 def _taming_format(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
-    load, describe = partial(load_autoencoder, layout), partial(describe_autoencoder, layout)
-    return PublicFormat("VQGAN", is_format, load, save or partial(save_autoencoder, layout), describe)
+    read = partial(read_autoencoder, layout)
+    return PublicFormat(layout.package, "VQGAN", is_format, read, save or partial(save_autoencoder, layout))
 
 
 # The format of a file, or of a folder of diffusers, is the first one whose `is_format` is true.
 FORMATS = {
     "diffusers": _taming_format(DIFFUSERS, Path.is_dir, save_folder),
-    "dalle2": PublicFormat(
-        "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
-        save_public_decoder, describe_public_decoder,
-    ),
+    "dalle2": PublicFormat("DALLE2-pytorch", "Decoder", is_public_decoder, read_public_decoder, save_public_decoder),
     "muse": PublicFormat(
-        "VQGAN", is_public_vqgan, lambda path, weights: load_public_vqgan(path, weights=weights), save_public_vqgan,
-        describe_public_vqgan, load_public_discriminator,
+        MUSE, "VQGAN", lambda path: has_weight_name(path, b"enc_dec."), read_public_vqgan, save_public_vqgan,
+        read_public_discriminator,
     ),
     "musiclm": PublicFormat(
-        "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
-        save_public_mulan, describe_public_mulan, assumed=assumed,
+        MUSICLM, "MuLaN", lambda path: has_weight_name(path, b"audio.dynamic_pos_bias_mlp."), read_public_mulan,
+        save_public_mulan, assumptions=musiclm_assumptions,
     ),
     "llamagen": _taming_format(LLAMAGEN, lambda path: has_weight_name(path, b"encoder.conv_blocks."))._replace(
-        assumed=llamagen_assumption
+        assumptions=llamagen_assumptions
     ),
     "taming": _taming_format(TAMING_LAYOUT, lambda path: has_weight_name(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(
-        "DiscreteVAE", lambda path: has_weight_name(path, b"hparams"), _load_dalle, save_dalle,
-        describe_dalle_file,
+        "DALLE-pytorch", "DiscreteVAE", lambda path: has_weight_name(path, b"hparams"), read_dalle, save_dalle
     ),
 }  # fmt: skip
 

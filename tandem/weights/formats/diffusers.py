@@ -1,4 +1,4 @@
-"""Folders of diffusers with an AutoencoderKL or a VQModel as a `VQGAN` with taming's body, and back."""
+"""Folders of diffusers with an AutoencoderKL or a VQModel as `VQGAN` with taming's body, and back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from tandem.config.models.taming import KL
 from tandem.io.published import check_has_one_set, read_state_dict
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
-from tandem.io.weights_writing import replacing
+from tandem.io.weights import replacing
 from tandem.models.autoencoders.vqgan import VQGAN
-from tandem.models.base import files_of_index
+from tandem.models.base import read_weight_index
 
 from .taming import GROUPS, Layout, code_channels, public_state
 
-# Names that older versions gave to parts of an attention, as in the published autoencoders of Stable Diffusion.
+# Older names of the parts of an attention, as in the published autoencoders of Stable Diffusion.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _OLD_NAME = re.compile(rf"(?<=\.)({'|'.join(_OLD_NAMES)})(?=\.(weight|bias)$)")
 _CONFIG = "config.json"
@@ -32,17 +32,17 @@ _INDICES = (
     "diffusion_pytorch_model.bin.index.json",
 )  # fmt: skip
 _CLASSES = {KL: "AutoencoderKL", "vq": "VQModel"}
-# Options with a single value here, which is also their default in diffusers.
+# Options of which `VQGAN` has a single value, which is also their default in diffusers.
 _CONSTANTS = {
     "act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True, "latents_mean": None, "latents_std": None,
 }  # fmt: skip
 _DEFAULT_SCALE = 0.18215  # the default of diffusers: that of Stable Diffusion 1 and 2
-_MOST_GROUPS, _LARGEST_SIDE = 1 << 16, 1 << 13
+_MAX_GROUPS, _MAX_SIDE = 1 << 16, 1 << 13
 
 
 def diffusers_folder(path: Path) -> Path | None:
-    """The folder of a model of diffusers: the path itself, or the autoencoder's folder in a pipeline; None if there is
-    none. Only configurations are read."""
+    """The folder of a model of diffusers: the path itself, or the autoencoder's folder in a pipeline; None for other
+    folders. Only configurations are read."""
     names = ("vae", "vqvae") if (path / "model_index.json").is_file() else ()
     for folder in (path, *(path / name for name in names)):
         config = read_json_or_empty(folder / _CONFIG)
@@ -102,7 +102,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     all. Raises OSError or ValueError, in one line, if an index of them is damaged."""
     path = next((folder / name for name in _FILES if (folder / name).exists()), None)
     index = next((folder / name for name in _INDICES if (folder / name).exists()), None)
-    return files_of_index(index) if index and not path else {path or folder / _FILES[0]: []}
+    return read_weight_index(index) if index and not path else {path or folder / _FILES[0]: []}
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
@@ -120,15 +120,15 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     for name, value in _CONSTANTS.items():
         if config.get(name, value) != value:
             raise ValueError(f"its {name} is {str(config[name])[:80]}, and a VQGAN has {value} alone")
-    if type(groups) is not int or not 1 <= groups <= _MOST_GROUPS:
-        raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MOST_GROUPS} are possible")
+    if type(groups) is not int or not 1 <= groups <= _MAX_GROUPS:
+        raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MAX_GROUPS} are possible")
     is_kl = class_name == _CLASSES[KL]
-    upcast = config.get("force_upcast", is_kl)  # with the default of diffusers
+    upcast = config.get("force_upcast", is_kl)  # the default of diffusers
     if type(upcast) is not bool:
         raise ValueError(f"its force_upcast is {str(upcast)[:80]}, neither true nor false")
     side = config.get("sample_size", 256)
-    if type(side) is not int or not 1 <= side <= _LARGEST_SIDE:
-        raise ValueError(f"its sample_size is {str(side)[:80]}, and 1 to {_LARGEST_SIDE} are possible")
+    if type(side) is not int or not 1 <= side <= _MAX_SIDE:
+        raise ValueError(f"its sample_size is {str(side)[:80]}, and 1 to {_MAX_SIDE} are possible")
     if (scaling := config.get("scaling_factor", _DEFAULT_SCALE)) is None:
         raise ValueError("its scaling_factor is null")
     return {

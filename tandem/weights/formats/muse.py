@@ -1,7 +1,7 @@
 """The VQGanVAE of muse-maskgit-pytorch 0.3.5 as `VQGAN` and `Discriminator`, and back: the same weights by other names.
 
 Its files hold a plain state dict and no arguments. The arguments are inferred from names and shapes, except for the
-number of groups of the GroupNorms, which is assumed to be 16, the package's default.
+number of groups of the GroupNorms, which is taken to be 16, the package's default.
 """
 
 from __future__ import annotations
@@ -9,68 +9,46 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.io.archive import has_weight_name
 from tandem.io.published import read_state_dict, shape_of
 from tandem.io.reading import check_regular
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import on_cpu, replacing
 from tandem.models.autoencoders.discriminator import Discriminator
 from tandem.models.autoencoders.vqgan import VQGAN
 
-from .description import describe_file, describe_weights
-
 PACKAGE = "muse-maskgit-pytorch 0.3.5"
-_GROUPS = 16  # the public model has as many in every GroupNorm
-_MOST_BITS = 22  # of a code
+_GROUPS = 16  # of every GroupNorm of the public model
+_MAX_BITS = 22  # in a code
 _CODER_KEY = re.compile(r"enc_dec\.(encoder|decoder)s\.(\d{1,4})\.(.+)")
 _PROJECTION_KEY = re.compile(r"quantizer\.project_(in|out)\.(weight|bias)")
 
 
-class _Contents(NamedTuple):
-    """Arguments and weights of our models; None for a discriminator that is not in the file."""
-
-    arguments: dict[str, Any]
-    weights: dict[str, Tensor]
-    discriminator: tuple[dict[str, Any], dict[str, Tensor]] | None
-
-
-def is_public_vqgan(path: Path) -> bool:
-    """Whether a file holds names of weights of a VQGanVAE. Raises ValueError, in one line, if it is no regular file."""
-    return has_weight_name(path, b"enc_dec.")
-
-
-def load_public_vqgan(path: Path, *, weights: str = "best") -> VQGAN:
-    """The model in a file of ``VQGanVAE.save`` or of its trainer, in eval mode. Runs no code from the file.
+def read_public_vqgan(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and weights of the `VQGAN` in a file of ``VQGanVAE.save`` or of its trainer.
 
     Args:
         weights: Of a file of the trainer's moving average (vae.N.ema.pt): "ema" or "best" (the average), or "online".
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile, no VQGanVAE, or of a VQGanVAE that no `VQGAN`
-        equals.
+            equals.
     """
-    contents = _read_file(path, weights)
-    return VQGAN.with_weights(path, contents.arguments, contents.weights)
+    return _convert_weights(_read_state(path, weights))
 
 
-def load_public_discriminator(path: Path) -> Discriminator | None:
-    """The discriminator in such a file, in eval mode, if it holds one. Errors: see `load_public_vqgan`."""
-    discriminator = _read_file(path, "best").discriminator
-    return None if discriminator is None else Discriminator.with_weights(path, *discriminator)
-
-
-def describe_public_vqgan(path: Path) -> dict[str, Any]:
-    """Facts about such a file. Errors: see `load_public_vqgan`."""
-    contents = _read_file(path, "best")
-    others = {}
-    if contents.discriminator is not None:
-        arguments, weights = contents.discriminator
-        others["discriminator"] = {**arguments, **describe_weights(weights)}
-    return describe_file(path, PACKAGE, "VQGAN", contents.arguments, contents.weights, **others)
+def read_public_discriminator(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """Arguments and weights of the `Discriminator` in such a file; None without one. Errors: `read_public_vqgan`."""
+    state = _read_state(path, "best")
+    weights = {name.removeprefix("discr."): tensor for name, tensor in state.items() if name.startswith("discr.")}
+    if not weights:
+        return None
+    dim, channels, *_ = shape_of(state, "discr.layers.0.0.weight", 4)
+    halvings = sum(re.fullmatch(r"layers\.\d+\.0\.weight", name) is not None for name in weights) - 1
+    return {"dim": dim, "channels": channels, "layers": halvings}, weights
 
 
 def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | None = None) -> str:
@@ -136,14 +114,6 @@ def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discrimina
     return ""
 
 
-def _read_file(path: Path, weights: str) -> _Contents:
-    state = _read_state(path, weights)
-    try:
-        return _translate(state)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
 def _read_state(path: Path, weights: str) -> dict[str, Tensor]:
     """The state dict of a VQGanVAE: as its ``save`` writes it, in {"model": ...} of its trainer, or of an average."""
     content = read_state_dict(check_regular(path), part="model")
@@ -154,7 +124,7 @@ def _read_state(path: Path, weights: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in (state or content).items() if not name.startswith("_vgg.")}
 
 
-def _translate(state: Mapping[str, Tensor]) -> _Contents:
+def _convert_weights(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     blocks, widths, channels = _infer_levels(state)
     layers = len(blocks)
     bits = _infer_bits(state, widths[-1])
@@ -162,16 +132,13 @@ def _translate(state: Mapping[str, Tensor]) -> _Contents:
     last_layer = 1 + layers + sum(blocks)
     weights = {f"{layer}.weight": identity for layer in (f"encoder.{last_layer}", "decoder.0")}
     weights |= {f"{layer}.bias": torch.zeros(bits) for layer in (f"encoder.{last_layer}", "decoder.0")}
-    discriminator: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := _CODER_KEY.fullmatch(name):
             weights[f"{match[1]}.{int(match[2]) + (match[1] == 'decoder')}.{match[3]}"] = tensor
         elif match := _PROJECTION_KEY.fullmatch(name):
             layer = f"encoder.{last_layer}" if match[1] == "in" else "decoder.0"
             weights[f"{layer}.{match[2]}"] = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
-        elif name.startswith("discr."):
-            discriminator[name.removeprefix("discr.")] = tensor
-        elif name != "quantizer.mask":
+        elif name != "quantizer.mask" and not name.startswith("discr."):
             raise ValueError(f"it holds {name[:80]}, which is no weight of a VQGanVAE of {PACKAGE} with LFQ")
     arguments = {
         "image_size": max(256, 2**layers),  # arbitrary: the file does not hold it, and it changes no weight
@@ -179,11 +146,7 @@ def _translate(state: Mapping[str, Tensor]) -> _Contents:
         "codebook_size": 2**bits, "centred": False,
         "diversity_gamma": 4.0, "inv_temperature": 100.0,  # those of the public package
     }  # fmt: skip
-    if not discriminator:
-        return _Contents(arguments, weights, None)
-    dim, image_channels, *_ = shape_of(state, "discr.layers.0.0.weight", 4)
-    halvings = sum(re.fullmatch(r"layers\.\d+\.0\.weight", name) is not None for name in discriminator) - 1
-    return _Contents(arguments, weights, ({"dim": dim, "channels": image_channels, "layers": halvings}, discriminator))
+    return arguments, weights
 
 
 def _infer_levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], int]:
@@ -209,7 +172,7 @@ def _infer_levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], in
 
 
 def _infer_bits(state: Mapping[str, Tensor], width: int) -> int:
-    """Bits of a code; the encoder's last level has ``width`` channels."""
+    """Number of bits of a code. ``width``: channels of the encoder's last level."""
     if any(name.startswith("quantizer._codebook") for name in state):
         raise ValueError("its codes are of a vector quantizer, and only those of LFQ can be taken over")
     projection = state.get("quantizer.project_in.weight")
@@ -217,6 +180,6 @@ def _infer_bits(state: Mapping[str, Tensor], width: int) -> int:
     mask = state.get("quantizer.mask")
     if mask is not None and mask.shape != (channels,):
         raise ValueError(f"its codes have {mask.numel()} bits for {channels} channels, so it has several codebooks")
-    if not 1 <= channels <= _MOST_BITS:
-        raise ValueError(f"its codes have {channels} bits; a VQGAN has at most {_MOST_BITS}")
+    if not 1 <= channels <= _MAX_BITS:
+        raise ValueError(f"its codes have {channels} bits; a VQGAN has at most {_MAX_BITS}")
     return channels

@@ -1,9 +1,9 @@
 """The MuLaN of musiclm-pytorch 0.2.8 as a `MuLaN` of the layout "musiclm", and back: the same weights by other names.
 
-Its files hold a plain state dict and no arguments. They follow from names and shapes, except for n_fft, hop_length, the
-sample rate and the length of clips. The first two are assumed to be the defaults there, 128 (or the window, if longer)
-and half the window; the sample rate is assumed to be 16000 Hz. The files also hold constants: the window, a table of a
-time stretch that is never used, and the indices of the intermediate layers.
+Its files hold a plain state dict and no arguments. The arguments are inferred from names and shapes, except for n_fft,
+hop_length, the sample rate and the length of clips. The first two are taken to be the public defaults, 128 (or the
+window, if longer) and half the window; the sample rate is taken to be 16000 Hz. The files also hold constants: the
+window, a table of a time stretch that is never used, and the indices of the intermediate layers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
-from tandem.io.archive import has_weight_name
 from tandem.io.published import check_has_one_set, read_state_dict, shape_of
-from tandem.io.reading import check_regular, one_line
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.reading import check_regular
+from tandem.io.weights import on_cpu, replacing
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
-
-from .description import describe_file
 
 PACKAGE = "musiclm-pytorch 0.2.8"
 _N_FFT, _FF_MULT = 128, 4  # the public defaults
 _TOWERS = ("audio", "text")
-# The tensors of all intermediate layers are stacked, the lowest layer first; here the highest comes first.
+# Its tensors are stacks of those of all intermediate layers, the lowest layer first; here the highest comes first.
 _LAYERS = "multi_layer_contrastive_learning"
 _LAYER_PARTS = ("gamma", "latent_weight", "latent_bias")
 _WINDOW, _STRETCH = "audio.spec.window", "audio.aug.0.phase_advance"
@@ -38,34 +35,13 @@ _INDICES = "{}_layers_indices"  # of the intermediate layers of a tower
 _CONSTANTS = (_WINDOW, _STRETCH, *map(_INDICES.format, _TOWERS))
 # torchaudio.transforms.TimeStretch(hop_length=0.8), with its default of 201 frequencies.
 _STRETCH_HOP, _STRETCH_FREQUENCIES = 0.8, 201
-_LONGEST_WINDOW = 1 << 16
+_MAX_WINDOW = 1 << 16
 
 
-def is_public_mulan(path: Path) -> bool:
-    """Whether a file names weights of such a MuLaN. Raises ValueError, in one line, if it is no regular file."""
-    return has_weight_name(path, b"audio.dynamic_pos_bias_mlp.")
-
-
-def load_public_mulan(path: Path, *, weights: str = "best") -> MuLaN:
-    """The model in a file of the public state dict, or of ``MuLaNTrainer.save``, in eval mode. Runs no code from it.
-
-    Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `MuLaN`
-            lacks; or ``weights``, of a checkpoint, is not "best".
-    """
-    return MuLaN.with_weights(path, *_read_file(path, weights))
-
-
-def describe_public_mulan(path: Path) -> dict[str, Any]:
-    """Facts about such a file. Errors: see `load_public_mulan`."""
-    arguments, state = _read_file(path, "best")
-    return describe_file(path, PACKAGE, "MuLaN", arguments, state, assumed=assumed(arguments))
-
-
-def assumed(config: Mapping[str, Any]) -> str:
-    """The values that were assumed, because such a file lacks them, from the model's arguments or `config`."""
-    names = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
-    values = ", ".join(f"{name} {config.get(name, default)}" for name, default in names.items())
+def musiclm_assumptions(config: Mapping[str, Any]) -> str:
+    """A text about the values that such a file lacks, from the model's arguments or `config`."""
+    defaults = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
+    values = ", ".join(f"{name} {config.get(name, default)}" for name, default in defaults.items())
     return f"{values}, because the file does not say them"
 
 
@@ -106,7 +82,7 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
 
 
 def _name_pairs(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Our name and the public one of every weight that is the same in both."""
+    """Our name and the public name of each weight that both have in the same form."""
     modules = [
         ("audio.embed.norm_before", "audio.to_patch_tokens.1"), ("audio.embed.project", "audio.to_patch_tokens.2"),
         ("audio.embed.norm_after", "audio.to_patch_tokens.3"),
@@ -130,7 +106,7 @@ def _name_pairs(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _layer_names(tower: str, layer: int) -> tuple[str, str, str]:
-    """Our names of a layer's attention and feed-forward, and the public one of both."""
+    """Our names of a layer's attention and feed-forward, and their common public name."""
     ours = f"{tower}.transformer"
     return f"{ours}.attention.{layer}", f"{ours}.feed_forward.{layer}", f"{ours}.layers.{layer}"
 
@@ -168,7 +144,8 @@ def _convert_weights(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
 
 
 def _public_weights(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `_convert_weights`. Untrained biases are left out: only the sigmoid loss has some."""
+    """The inverse of `_convert_weights`. Untrained biases are left out: public models have biases for the sigmoid loss
+    alone."""
     state = {theirs: weights[ours] for ours, theirs in _name_pairs(config)}
     for tower in _TOWERS:
         for layer in range(config[f"{tower}_depth"]):
@@ -209,25 +186,27 @@ def _make_constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
     return constants
 
 
-def _read_file(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Constructor arguments and weights of a `MuLaN`."""
+def read_public_mulan(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and weights of the `MuLaN` in a file of the public state dict, or of ``MuLaNTrainer.save``.
+
+    Raises:
+        ValueError, RuntimeError, IndexError: the file is missing, damaged, hostile, of something else, or has what a
+            `MuLaN` lacks; or ``weights``, of a checkpoint, is not "best".
+    """
     check_has_one_set(path, weights)
     state = read_state_dict(check_regular(path), part="model")
-    if state and all(name.startswith("module.") for name in state):  # saved while DistributedDataParallel held it
+    if state and all(name.startswith("module.") for name in state):  # saved from within DistributedDataParallel
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    try:
-        arguments = _infer_arguments(state)
-        _check_constants(state, arguments)
-        return arguments, _convert_weights(arguments, state)
-    except (ValueError, RuntimeError, IndexError) as error:
-        raise ValueError(f"{path}: {one_line(error)}") from None
+    arguments = _infer_arguments(state)
+    _check_constants(state, arguments)
+    return arguments, _convert_weights(arguments, state)
 
 
 def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
     audio_dim, patch = shape_of(state, "audio.to_patch_tokens.2.weight", 2)
     (window,) = shape_of(state, _WINDOW, 1)
-    if not 2 <= window <= _LONGEST_WINDOW:
-        raise ValueError(f"its window has {window} samples, and one of a MuLaN has 2 to {_LONGEST_WINDOW}")
+    if not 2 <= window <= _MAX_WINDOW:
+        raise ValueError(f"its window has {window} samples, and one of a MuLaN has 2 to {_MAX_WINDOW}")
     if math.isqrt(patch) ** 2 != patch:
         raise ValueError(f"its patches have {patch} numbers, and those of a MuLaN here are squares")
     (dim_head,), (text_dim_head,) = (shape_of(state, f"{tower}.transformer.layers.0.0.q_scale", 1) for tower in _TOWERS)
@@ -247,7 +226,7 @@ def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "text_dim": text_dim, "text_depth": depths["text"],
         "heads": heads, "dim_head": dim_head, "text_dim_head": text_dim_head,
         "text_heads": text_width // max(1, text_dim_head),
-        # The smallest multiple of 2/3 of the width that is no less than what was rounded down.
+        # inner = floor(2/3 ff_mult dim): the smallest such ff_mult.
         "ff_mult": -(-3 * inner // max(1, 2 * audio_dim)), "vocab_size": vocab_size,
         "max_text_tokens": shape_of(state, "text.pos_emb.weight", 2)[0],
         "dim_latent": shape_of(state, "text_to_latents.weight", 2)[0],
@@ -257,7 +236,7 @@ def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _clip_seconds(n_fft: int, hop_length: int, patch_size: int, heads: int) -> float:
-    """The length of a clip for which attention takes 16 MB, at most 10 s. Any would do: the file does not hold it."""
+    """The length of a clip whose attention takes 16 MB, at most 10 s. Arbitrary: the file does not hold it."""
     rows = max(1, (n_fft // 2 + 1) // patch_size)
     columns = math.isqrt(2**22 // max(1, heads)) // rows
     return max(0.01, min(10.0, columns * patch_size * hop_length // 160 / 100))

@@ -1,9 +1,9 @@
-"""Autoencoders of taming-transformers, latent diffusion, LlamaGen and IBQ as a `VQGAN` with taming's body, and back:
-the same weights by other names.
+"""Autoencoders of taming-transformers, latent diffusion, LlamaGen and IBQ as `VQGAN` with taming's body, and back: the
+same weights by other names.
 
 The files hold no arguments. These are inferred from names and shapes, except for the groups of GroupNorms, 32 in all of
-these packages. IBQ's files have taming's names; they are recognised by a moving average of the codebook, which files of
-all of IBQ's configurations hold, and those of the published vector quantizers do not.
+these packages. IBQ's files have taming's names; they are recognised by their moving average of the codebook, which the
+files of published vector quantizers lack.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from torch.nn import functional as F
 
 from tandem.config.models.taming import KL, TAMING
 from tandem.io.published import read_state_dict, shape_of
-from tandem.io.reading import one_line
-from tandem.io.weights_writing import on_cpu, replacing
+from tandem.io.weights import on_cpu, replacing
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.building import build_on_meta, check_arguments
 
-from .description import describe_weights
-
 GROUPS = 32
 _CODEBOOK = "quantize.embedding.weight"
-# Entries of a codebook are taken for those of LlamaGen's codebook_l2_norm if all are longer than this. There they start
-# with length 1, and no gradient makes them shorter; otherwise channels start below 1 / codebook_size, and stay there in
-# entries that are never chosen.
+# If all entries of a codebook are longer than this, LlamaGen's codebook_l2_norm was set: entries then start with length
+# 1, and no gradient makes them shorter. Else their channels start below 1 / codebook_size, and entries that are never
+# chosen stay there.
 _MIN_ENTRY_NORM = 0.5
 _LLAMAGEN_BODY = "ch 128, num_res_blocks 2"  # constants in LlamaGen's code, not arguments
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
 _DIFFUSION_PREFIX, _EMA_PREFIX = "first_stage_model.", "model_ema."
 _FIRST_WEIGHT = "encoder.conv_in.weight"
-# Weights beside the autoencoder that it does not need, in its own file (in VA-VAE's, those that align its latents) or
-# in that of a whole latent diffusion.
+# Weights that the autoencoder does not need, in its own file (VA-VAE's hold networks that align its latents) or in that
+# of a whole latent diffusion.
 _OTHER_PREFIXES = (
     "loss.", "colorize", "linear_proj.", "foundation_model.", "model.diffusion_model.", "model_ema.diffusion_model",
     "cond_stage_model.", "conditioner.", "text_encoders.",
@@ -47,28 +44,28 @@ _OTHER_PREFIXES = (
 
 
 class Layout(NamedTuple):
-    """A package with taming's body, and how it names the layers."""
+    """A package with taming's body, and its names of the layers."""
 
     package: str
     read: Callable[[Path, str], tuple[dict[str, Tensor], dict[str, Any]]]
-    """(path, "best", "ema" or "online") -> the state dict of an autoencoder, and the arguments that do not follow from
-    it."""
+    """(path, "best", "ema" or "online") -> the state dict of an autoencoder, and the arguments that cannot be inferred
+    from it."""
     quantizers: tuple[str, ...]
-    """Names of the quantizers that it has."""
+    """Names of its quantizers."""
     level: str
     """Name of a layer of a level; `index` counts the levels in the order in which pictures go through them."""
     middle: str
     """Name of a layer between the levels; `order` counts all of them, `before` those of its kind."""
     words: Mapping[str, str] = MappingProxyType({})
-    """The package's names of layers and parts of layers, by taming's, where they differ."""
+    """taming's name of a layer or of a part of a layer -> the package's, where they differ."""
     cosine: tuple[bool, ...] = (False,)
-    """Whether codes are chosen by their angle; both, where it has the choice."""
+    """Its values of vq_cosine: whether codes are chosen by their angle."""
     has_matrices: bool = False
-    """Whether the projections of an attention are matrices and no convolutions."""
+    """Whether the projections of an attention are matrices instead of convolutions."""
     key: str = "state_dict"
-    """Where the weights are in a file."""
+    """Key of the weights in a file."""
     unused: Mapping[str, int] = MappingProxyType({})
-    """Names and lengths of tensors in a file that have no effect."""
+    """Name -> length of the tensors in a file that have no effect."""
 
 
 def public_name(name: str, layout: Layout, levels: int) -> str:
@@ -92,26 +89,6 @@ def public_name(name: str, layout: Layout, levels: int) -> str:
     return f"{part}.{public_layer}.{words.get(first, first)}.{last}"
 
 
-def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN:
-    """The model in a public file or folder, in eval mode. Runs no code from it.
-
-    Args:
-        weights: Of a checkpoint with both: the moving average ("ema" or "best"), or the weights as trained ("online").
-
-    Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `VQGAN` equals.
-    """
-    return VQGAN.with_weights(path, *_read_file(layout, path, weights))
-
-
-def describe_autoencoder(layout: Layout, path: Path) -> dict[str, Any]:
-    """Facts about such a file or folder. Errors: see `load_autoencoder`."""
-    arguments, weights = _read_file(layout, path, "best")
-    kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
-    facts = {"kind": f"{layout.package} {kind}", "model": "VQGAN", "arguments": arguments, **describe_weights(weights)}
-    return {**facts, "bytes": {file.name: file.stat().st_size for file in files}}
-
-
 def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     """Write a state dict that the public package loads strictly; the file appears whole or not at all.
 
@@ -127,7 +104,7 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     levels, last, side = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1, config["image_size"]
     if layout is LLAMAGEN and levels != [last]:
         raise ValueError(f"{layout.package} has attention at the last level alone: --attention_levels {last}")
-    if config["quantizer"] == "ibq":  # its files are recognised by the averages
+    if config["quantizer"] == "ibq":  # so that the file is recognised
         state |= {_EMA_PREFIX + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
     with replacing(path) as temporary:
         torch.save({layout.key: state}, temporary)
@@ -142,8 +119,8 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     return f"its arguments there: {text}"
 
 
-def llamagen_assumption(config: Mapping[str, Any]) -> str:
-    """The argument that a file of LlamaGen lacks, with the assumed value of the loaded model, and the reason."""
+def llamagen_assumptions(config: Mapping[str, Any]) -> str:
+    """A text about the argument that a file of LlamaGen lacks: its value in the loaded model, and the reason."""
     reason = "no entry is" if config["vq_cosine"] else "entries are"
     return f"codebook_l2_norm {config['vq_cosine']}, because {reason} shorter than {_MIN_ENTRY_NORM:g}"
 
@@ -174,18 +151,16 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
     return state
 
 
-def _read_file(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Constructor arguments and weights of a `VQGAN`. Every error is a ValueError of one line that names the path."""
-    try:
-        return _translate(*layout.read(path, weights), layout)
-    except (OSError, ValueError, RuntimeError) as error:
-        error_text = one_line(error)
-        raise ValueError(error_text if str(path) in error_text else f"{path}: {error_text}") from None
+def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and weights of the `VQGAN` in a public file or folder.
 
+    Args:
+        weights: Of a checkpoint with both: the moving average ("ema" or "best"), or the weights as trained ("online").
 
-def _translate(
-    state: Mapping[str, Tensor], extra_arguments: Mapping[str, Any], layout: Layout
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    Raises:
+        OSError, ValueError, RuntimeError: the file is missing, damaged, hostile, or of a model that no `VQGAN` equals.
+    """
+    state, extra_arguments = layout.read(path, weights)
     if any(name.startswith("encoder.down_blocks.") for name in state) and layout is TAMING_LAYOUT:
         raise ValueError("it is of diffusers: give its folder, in which config.json is")
     if any(name.startswith("decoder.adaptive.") for name in state):
@@ -202,15 +177,15 @@ def _translate(
         if ".attn" in missing and not any(".attn." in name for name in state if name.startswith("decoder.up.")):
             raise ValueError("its decoder has no attention where its encoder has some, as MAR's; no VQGAN is so")
         raise ValueError(f"it lacks {missing}, a weight of such an autoencoder of {layout.package}")
-    weights = {
+    our_state = {
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
         for public, name in names.items()
     }
-    return arguments, weights | _quantizer_state(arguments, weights)
+    return arguments, our_state | _quantizer_state(arguments, our_state)
 
 
 def _is_quantizer_state(name: str) -> bool:
-    """Whether a weight is state of our quantizer that no public file has."""
+    """Whether our quantizer has this tensor, and public files lack it."""
     return name.startswith("quantizer.") and not name.startswith("quantizer.codebook")
 
 
@@ -228,7 +203,7 @@ def _quantizer_state(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
 
 
 class _AutoencoderNames:
-    """Holds the names of weights that an autoencoder may have."""
+    """A container of the names of weights that an autoencoder may have."""
 
     def __contains__(self, name: object) -> bool:
         return not str(name).startswith(_OTHER_PREFIXES)

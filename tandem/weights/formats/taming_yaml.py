@@ -1,9 +1,9 @@
-"""Training configurations of autoencoders of taming-transformers and latent diffusion, and the flags of train_vqgan.py
-that they become (`convert.py config`). Keys are named without the `params` between them; public_names.yaml has their
-defaults there. For an absent key the default of its class or of main.py there holds.
+"""Training configurations of autoencoders of taming-transformers and latent diffusion as flags of train_vqgan.py
+(`convert.py config`). Keys are named without the `params` between them; public_names.yaml has their public defaults.
+The value of an absent key is the default of its class, or of the public main.py.
 
-Images there are in [-1, 1], so an absolute error is twice, a squared one four times that of images in [0, 1]. Weights
-relative to it are therefore half or a quarter as large here.
+Public images are in [-1, 1], so an absolute error is twice, a squared error four times that of images in [0, 1].
+Weights relative to it are therefore half or a quarter as large here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.converters import nearest
+from tandem.config.converters import did_you_mean
 
 from .config_keys import Flags, Section, SupportedValues, get_section, number, require_mapping, short, supported_values
 
@@ -28,13 +28,13 @@ _RANDOMLY_CROPPED = ("ImageNetTrain", "FacesHQTrain")  # datasets that crop at r
 _EQUIVALENTS: dict[str, Sequence[Any]] = {
     "model.ddconfig.in_channels": (3,), "model.ddconfig.out_ch": (3,), "model.lossconfig.disc_in_channels": (3,),
 }  # fmt: skip
-_CAP = 1e4  # of the adaptive weight
-_SEED, _EPOCHS, _ENDLESS = 23, 1000, 10**9  # defaults of main.py, and of Lightning's trainer; no end by epochs
+_MAX_WEIGHT = 1e4  # of the adaptive weight
+_SEED, _EPOCHS, _ENDLESS = 23, 1000, 10**9  # main.py's default, that of Lightning's trainer, and epochs without end
 
 
-def autoencoder_of(config: Section) -> tuple[dict[str, Any], list[str]]:
-    """The configuration without `params`, with numbers for strings such as 1e-6, which YAML 1.1 does not read as
-    numbers; of a latent diffusion, the autoencoder alone. The second part is notes for the user.
+def select_autoencoder(config: Section) -> tuple[dict[str, Any], list[str]]:
+    """The configuration without `params`, with numbers in place of strings such as 1e-6, which YAML 1.1 does not read
+    as numbers; of a latent diffusion, that of the autoencoder alone. And notes for the user.
 
     Raises:
         ValueError: one line, if it is of another model.
@@ -49,19 +49,19 @@ def autoencoder_of(config: Section) -> tuple[dict[str, Any], list[str]]:
     else:
         notes = []
     if kind not in _MODELS:
-        hint = nearest(kind, _MODELS)
+        hint = did_you_mean(kind, _MODELS)
         raise ValueError(f"model.target {short(model.get('target'))}: it is none of {', '.join(_MODELS)}{hint}")
     return flat, notes
 
 
-def known_keys(rows: Sequence[Row]) -> SupportedValues:
+def supported_keys(rows: Sequence[Row]) -> SupportedValues:
     """The keys for `without_counterpart`; ``rows``: those about train_vqgan.py."""
     return supported_values(rows, _EQUIVALENTS) | {
         "data.train.*": ((), "of its dataset, which --image_folder replaces")
     }
 
 
-def processes_of(config: Section) -> int:
+def count_processes(config: Section) -> int:
     """The number of GPUs in the options of the trainer, which give it as a number or a list; 1 without any."""
     trainer = get_section(config, "lightning", "trainer")
 
@@ -72,11 +72,11 @@ def processes_of(config: Section) -> int:
     return count(trainer.get("gpus", trainer.get("devices", 1))) * count(trainer.get("num_nodes", 1))
 
 
-def flags_of_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
+def flags_from_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
     """The flags, and notes for the user.
 
     Args:
-        config: As `autoencoder_of` gives it.
+        config: As `select_autoencoder` gives it.
         processes: The number of processes of the training.
 
     Raises:
@@ -112,17 +112,17 @@ def flags_of_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
 
 def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
     """Flags of the model and of its images, and notes for the user."""
-    layers, notes = require_mapping(model.get("ddconfig"), "model.ddconfig"), []
+    ddconfig, notes = require_mapping(model.get("ddconfig"), "model.ddconfig"), []
     kind, prefix = _class_name(model), "model.ddconfig."
     for name in ("ch", "ch_mult", "num_res_blocks", "attn_resolutions", "z_channels", "resolution"):
-        if layers.get(name) is None:
+        if ddconfig.get(name) is None:
             raise ValueError(f"{prefix}{name} is missing, without which there is no model")
-    resolution, multiples = number(layers["resolution"], f"{prefix}resolution"), layers["ch_mult"]
-    if not isinstance(multiples, list) or not isinstance(layers["attn_resolutions"], list):
+    resolution, multiples = number(ddconfig["resolution"], f"{prefix}resolution"), ddconfig["ch_mult"]
+    if not isinstance(multiples, list) or not isinstance(ddconfig["attn_resolutions"], list):
         raise ValueError(f"{prefix}ch_mult and attn_resolutions: give lists of numbers")
     sides = {resolution // 2**level: level for level in range(len(multiples))}
-    attention_levels = sorted(sides[side] for side in layers["attn_resolutions"] if side in sides)
-    if missing_sides := [side for side in layers["attn_resolutions"] if side not in sides]:
+    attention_levels = sorted(sides[side] for side in ddconfig["attn_resolutions"] if side in sides)
+    if missing_sides := [side for side in ddconfig["attn_resolutions"] if side not in sides]:
         notes.append(f"{prefix}attn_resolutions {short(missing_sides)}: no level has this side, so none attends at it")
     if kind == _GUMBEL:
         notes.append(
@@ -143,11 +143,11 @@ def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
     crop, quantizer = "random" if is_random else "center", "kl" if is_kl else "vq"
     flags: Flags = {
         "image_size": ("data.train.size", side), "crop": ("data.train.random_crop", crop),
-        "body": ("model.target", "taming"), "dim": (f"{prefix}ch", layers["ch"]),
+        "body": ("model.target", "taming"), "dim": (f"{prefix}ch", ddconfig["ch"]),
         "ch_mult": (f"{prefix}ch_mult", multiples),
-        "num_resnet_blocks": (f"{prefix}num_res_blocks", [layers["num_res_blocks"]]),
+        "num_resnet_blocks": (f"{prefix}num_res_blocks", [ddconfig["num_res_blocks"]]),
         "attention_levels": (f"{prefix}attn_resolutions", attention_levels or None),
-        "z_channels": (f"{prefix}z_channels", layers["z_channels"]), "quantizer": ("model.target", quantizer),
+        "z_channels": (f"{prefix}z_channels", ddconfig["z_channels"]), "quantizer": ("model.target", quantizer),
         **({"latent_dim": ("model.embed_dim", code)} if is_kl else codebook_flags),
     }  # fmt: skip
     return flags, notes
@@ -181,12 +181,12 @@ def _loss_flags(model: Section, side: float, trainer: Section) -> tuple[Flags, l
         "discr_start_step": (f"{prefix}disc_start", value("disc_start", 0)),
     }  # fmt: skip
     if is_kl:
-        fixed = float(f"{_CAP * scale * range_factor / colours:.3g}")
+        fixed = float(f"{_MAX_WEIGHT * scale * range_factor / colours:.3g}")
         flags |= {"gan_weight": (f"{prefix}disc_weight", fixed), "gan_weight_scale": (f"{prefix}disc_weight", 1.0)}
         flags["kl_loss_weight"] = (f"{prefix}kl_weight", value("kl_weight", 1.0) * range_factor)
         notes.append(
             f"{prefix}disc_weight {scale:g}: errors are summed over {colours:,.0f} colours there, and the adaptive "
-            f"weight of at most {_CAP:g} is taken to be at this limit: gan_weight {fixed:g} of a mean"
+            f"weight of at most {_MAX_WEIGHT:g} is taken to be at this limit: gan_weight {fixed:g} of a mean"
         )
     else:
         weight = value("codebook_weight", 1.0) * range_factor

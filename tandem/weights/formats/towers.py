@@ -1,5 +1,5 @@
-"""Configurations and weights of published encoders, read from files on this machine, as the towers of
-`tandem.models.audio_text.pretrained_towers` take them. Nothing is downloaded, and no code of a file runs."""
+"""Configurations and weights of published encoders, from files on this machine, for the towers of
+`tandem.models.audio_text.pretrained_towers`. Nothing is downloaded, and no code of a file runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_text_tower(path: str | Path, quick_gelu: bool = False) -> Tower:
         path: A state dict of an open_clip model (.pt, .bin or .safetensors), or a checkpoint of its training; a folder
             with an open_clip_config.json beside such a file; or a folder of transformers, with a config.json of the
             type clip, clip_text_model, bert, roberta or xlm-roberta, and model.safetensors or pytorch_model.bin.
-        quick_gelu: The model has OpenAI's activation, which a state dict does not show.
+        quick_gelu: Whether the model has OpenAI's activation, which cannot be inferred from a state dict.
 
     Raises:
         ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
@@ -59,17 +59,17 @@ def read_audio_tower(path: str | Path) -> Tower:
 
 def read_towers(text: str | None, audio: str | None, quick_gelu: bool) -> dict[str, Tower]:
     """The towers at the paths that are not None, by argument of `MuLaN`."""
-    encoders = {"text_tower": read_text_tower(text, quick_gelu)} if text else {}
-    return encoders | ({"audio_tower": read_audio_tower(audio)} if audio else {})
+    pretrained = {"text_tower": read_text_tower(text, quick_gelu)} if text else {}
+    return pretrained | ({"audio_tower": read_audio_tower(audio)} if audio else {})
 
 
-def load_towers(model: Any, encoders: Mapping[str, Tower], tokenizer: Any) -> None:
+def load_towers(model: Any, pretrained: Mapping[str, Tower], tokenizer: Any) -> None:
     """Give a `MuLaN` the weights of its towers. Raises ValueError, in one line, if the text tower knows fewer tokens
     than the tokenizer, which has a `vocab_size` and a `name`."""
     if tokenizer.vocab_size > (vocab_size := model.config["vocab_size"]):
         actual = f"--tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens"
         raise ValueError(f"{actual}, and --text_tower knows {vocab_size}: give the tokenizer of that tower")
-    for name, tower in encoders.items():
+    for name, tower in pretrained.items():
         getattr(model, name.removesuffix("_tower")).encoder.load_state_dict(tower.weights)
 
 
@@ -104,16 +104,16 @@ def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, 
 
 
 def _read_ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config, features = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
+    config, extractor = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
     tower_config = _select_fields(config, AUDIO_KINDS)
-    if (rate := features.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
+    if (rate := extractor.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
         raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} can be used")
-    sizes = features.get("num_mel_bins", 128), features.get("max_length", 1024)
+    sizes = extractor.get("num_mel_bins", 128), extractor.get("max_length", 1024)
     if sizes != (tower_config["num_mel_bins"], tower_config["max_length"]):
         raise ValueError("its preprocessor_config.json is of spectrograms of another size than its config.json")
-    statistics = {"mean": features.get("mean", -4.2677393), "std": features.get("std", 4.5689974)}
+    statistics = {"mean": extractor.get("mean", -4.2677393), "std": extractor.get("std", 4.5689974)}
     no_statistics = {"mean": 0.0, "std": 0.5}  # (x - 0) / (2 x 0.5)
-    return {**tower_config, **(statistics if features.get("do_normalize", True) else no_statistics)}, _read_state(path)
+    return {**tower_config, **(statistics if extractor.get("do_normalize", True) else no_statistics)}, _read_state(path)
 
 
 def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -126,15 +126,15 @@ def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
-    old = path / "pytorch_model.bin"
-    return read_state_dict(old) if old.is_file() and not holds_weights(path) else read_weights(path)
+    bin_path = path / "pytorch_model.bin"
+    return read_state_dict(bin_path) if bin_path.is_file() and not holds_weights(path) else read_weights(path)
 
 
 def _convert_open_clip(
     state: Mapping[str, Tensor], config: Mapping[str, Any], quick_gelu: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """open_clip's text tower as transformers' CLIPTextModel, which is the same network. open_clip's own layers use
-    another attention kernel with autograd than without, and so round differently."""
+    """open_clip's text tower as transformers' CLIPTextModel, which is the same network. open_clip's own layers are not
+    used, because their attention kernels, and so its rounding, differ with and without autograd."""
     defaults = {"embed_cls": False, "no_causal_mask": False, "ls_init_value": None, "hf_model_name": None,
                 "act_kwargs": None, "norm_kwargs": None, "block_type": None, "final_ln_after_pool": False}  # fmt: skip
     for name, value in defaults.items():
@@ -171,7 +171,7 @@ def _convert_weights(config: Mapping[str, Any], state: dict[str, Tensor]) -> dic
     """The weights of an encoder by their present names, in fp32; transformers renames those of its earlier versions and
     of models with a head. Raises ValueError that names the first one that is missing."""
     check_tower(config, AUDIO_KINDS if config["model_type"] in AUDIO_KINDS else TEXT_KINDS)
-    model_class, model_config, options = towers.network_of(config)
+    model_class, model_config, options = towers.get_constructor(config)
     expected = build_on_meta(lambda: model_class(model_config, **options)).state_dict()
     if sum(weight.numel() for weight in expected.values()) > sum(tensor.numel() for tensor in state.values()):
         raise ValueError("it lacks tensors, or its config.json is of a larger encoder")

@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from tandem.data.bad_samples import partly_read
+from tandem.data.bad_samples import collect_partial_reads
 from tandem.data.decoding.images import decode_image
 from tandem.data.sets import open_images
 from tandem.data.sources.record import FileRef
@@ -228,7 +228,7 @@ def test_that_of_several_pictures_in_a_file_the_first_is_read_is_told(inside, tm
         path = tmp_path / "a"
         path.write_bytes(b"12" + content + b"3" if inside else content)
         entry = FileRef(str(path), 2, len(content)) if inside else FileRef(str(path))
-        with partly_read() as reasons:
+        with collect_partial_reads() as reasons:
             decode_image(entry, 16, 3)
         assert reasons == ["it holds several pictures, of which the first is read"] * (name in more), name
 

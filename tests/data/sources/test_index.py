@@ -69,7 +69,7 @@ def in_files(path: Path) -> list[Path]:
 
 def test_an_index_is_made_once_and_read_again_also_after_pickling(file, monkeypatch):
     expected = ROWS, [i * i for i in range(len(ROWS))]
-    monkeypatch.setattr(index, "_STRINGS_PER_READ", 64)
+    monkeypatch.setattr(index, "_STRINGS_AT_ONCE", 64)
     for found in (opened(file), again(file), opened(file, fewest=10_000)):
         for one in (found, pickle.loads(pickle.dumps(found))):
             assert content(one) == expected and one.fingerprint == f"of {len(ROWS)}" and one.facts == {"more": "ü"}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.data.bad_samples import UserCodeError
-from tandem.data.sources.own import DatasetSpec, UserDatasetSource
+from tandem.data.sources.user_dataset import DatasetSpec, UserDatasetSource
 from tests.data.helpers import one_line
 from tests.data.source_table import IMAGES, training
 from tests.processes import on_processes

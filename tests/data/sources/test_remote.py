@@ -28,7 +28,7 @@ from tandem.data.sources import remote
 from tandem.data.sources.cache import ShardCache
 from tandem.data.sources.files import is_url, redact
 from tandem.data.sources.opening import expand_pattern, open_source
-from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_entry
+from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_ref
 from tandem.io.installed import how_to_install
 from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy
@@ -131,10 +131,10 @@ def test_entries_are_read_by_few_requests(server):
     png, tar = (server.folder / name for name in ("a@b.png", "000.tar"))
     whole, part = FileRef(f"{server.address}/a@b.png"), FileRef(f"{server.address}/000.tar", 1000, 50_000)
     assert whole.read(1 << 30) == png.read_bytes() and part.read(1 << 30) == tar.read_bytes()[1000:51_000]
-    with open_entry(whole) as file, Image.open(io.BufferedReader(file)) as image:
+    with open_ref(whole) as file, Image.open(io.BufferedReader(file)) as image:
         assert image.tobytes() == Image.open(png).tobytes()
     server.proxy.requests.clear()
-    with open_entry(part) as file:
+    with open_ref(part) as file:
         assert b"".join(iter(lambda: file.read(100), b"")) == tar.read_bytes()[1000:51_000]
     assert gets(server) == 1, "500 small steps"
 
@@ -213,8 +213,8 @@ def test_folders_and_patterns_are_listed_by_the_server(servers):
     tars = [f"{at}/{number:03d}.tar" for number in range(5)]
     for pattern in ("0*.tar", "{000..004}.tar", "00[0-4].tar", "0{00,01,02,03,04}.tar"):
         assert expand_pattern(f"{at}/{pattern}") == tars
-    everything = remote.listed(at)
-    assert everything == remote.listed(f"{at}/") == sorted(everything)
+    everything = remote.list_addresses(at)
+    assert everything == remote.list_addresses(f"{at}/") == sorted(everything)
     assert {*tars, f"{at}/a@b.png", f"{at}/table.parquet"} <= set(everything)
     assert "no file" in one_line(expand_pattern, f"{at}/x*.tar")
     assert "no file" in one_line(opened, f"{at}/x")
@@ -275,11 +275,12 @@ def test_schemes_may_be_written_in_capitals(server):
     address = server.address.replace("s3", "S3").replace("http", "HTTP")
     assert read(f"{address}/001.tar") == (server.folder / "001.tar").read_bytes()[5:1005]
     if address.startswith("S3"):
-        assert remote.listed(f"{address}/00[01].tar") == [f"{server.address}/{number:03d}.tar" for number in range(2)]
+        tars = [f"{server.address}/{number:03d}.tar" for number in range(2)]
+        assert remote.list_addresses(f"{address}/00[01].tar") == tars
 
 
 def test_what_a_listing_says_of_files_is_not_asked_again(servers):
-    addresses = remote.listed(f"{servers['s3'].address}/0*.tar")
+    addresses = remote.list_addresses(f"{servers['s3'].address}/0*.tar")
     servers["s3"].proxy.requests.clear()
     said = [(remote.version(address), remote.RemoteFile(address).size) for address in addresses]
     assert not servers["s3"].proxy.requests and said[0][1] == 300_000
@@ -381,7 +382,7 @@ def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path,
 def test_a_shard_that_is_deleted_while_it_is_read_can_be_read_to_its_end(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 0.0003)
     content = (server.folder / "000.tar").read_bytes()
-    with open_entry(FileRef(f"{server.address}/000.tar", 0, 300_000)) as file:
+    with open_ref(FileRef(f"{server.address}/000.tar", 0, 300_000)) as file:
         assert file.read(1000) == content[:1000]
         assert sample(server, 1)
         assert cached_index(tmp_path / "cache") == 200_000

@@ -22,7 +22,7 @@ from tandem.data.sources.files import redact
 from tandem.data.sources.manifest import ManifestSource
 from tandem.data.sources.opening import expand_pattern
 from tandem.data.sources.record import FieldSpec, Files
-from tandem.data.sources.rows import parts_of
+from tandem.data.sources.rows import time_ranges
 from tandem.data.sources.table import TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.sources.tables import save_to_disk, table, write_arrow, write_parquet
@@ -190,7 +190,7 @@ def test_a_table_without_a_fitting_column_is_one_line_that_names_the_columns(tmp
 
 
 def test_what_a_start_or_a_sample_would_read_whole_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)
+    monkeypatch.setattr(tables, "_MAX_GROUP_BYTES", 100)
     folder = write_parquet(tmp_path / "parquet", images(), shards=1)
     assert "its row group 3 has 0.0 GB, and all of it is read for one sample" in one_line(opened, folder)
     for codec in ("lz4", "zstd"):
@@ -205,9 +205,10 @@ def test_the_parts_of_files_are_known_from_the_columns_of_times_alone_and_a_bad_
     source = opened(write(tmp_path / "table", images(start_seconds=times)))
     read, columns = source._read_part, set[str]()
     source._read_part = lambda number, chosen: columns.update(chosen) or read(number, chosen)
-    assert parts_of(source)[:3] == ["0.0 inf", "1.5 inf", "[None, None, -1.0, None]"] and columns == {"start_seconds"}
+    assert time_ranges(source)[:3] == ["0.0 inf", "1.5 inf", "[None, None, -1.0, None]"]
+    assert columns == {"start_seconds"}
     assert "which is no time" in one_line(source.record, 2) and source.record(1)["image"].start_seconds == 1.5
-    assert not parts_of(opened(write(tmp_path / "whole", images(start_seconds=[None] * len(images())))))
+    assert not time_ranges(opened(write(tmp_path / "whole", images(start_seconds=[None] * len(images())))))
 
 
 def test_a_cell_that_a_small_file_repeats_is_read_once(tmp_path):

@@ -129,7 +129,7 @@ def test_entropies_of_groups_of_bits_add_up_to_a_bound_of_the_entropy_of_all(bit
 
 def test_what_was_observed_counts_neither_in_eval_mode_nor_after_the_update() -> None:
     quantizer, z = soft("lfq"), some_z()
-    with pytest.raises(RuntimeError, match="nothing was observed"):
+    with pytest.raises(RuntimeError, match="nothing to reduce"):
         quantizer.reduce_stats()
     quantizer.accumulate_stats(z + 3)
     quantizer.reduce_stats()

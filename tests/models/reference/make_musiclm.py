@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.models import MuLaN as Ours
-from tandem.weights.formats.musiclm import load_public_mulan, save_public_mulan
+from tandem.weights.formats.detection import FORMATS
+from tandem.weights.formats.musiclm import save_public_mulan
 from tests.models.reference.absent import unused
 from tests.models.reference.musiclm import CASES, CONSTANTS, FILE, sounds, state_of, tokens
 
@@ -99,7 +100,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             public, ours = Path(folder, "public.pt"), Path(folder, "ours.pt")
             torch.save(mulan.state_dict(), public)
-            read = load_public_mulan(public)
+            read = FORMATS["musiclm"].load(public)
             spectrogram = {"n_fft": audio.get("spec_n_fft", 128), "hop_length": audio.get("spec_hop_length", 12)}
             model = Ours.from_dict({**read.config, **spectrogram})
             model.load_state_dict(read.state_dict())

@@ -16,8 +16,8 @@ from .causal import Context, RMSNorm
 
 _MEMORIES = 4  # learned keys and values of each head, visible to every query
 
-# In every layer here that looks back, a learned gain, `past_gain`, multiplies what comes from earlier frames. It starts
-# as 1. Images train neither it nor the weights that read those frames; with 0 a layer treats each frame like an image.
+# In each layer here that sees earlier frames, a learned gain, `past_gain`, multiplies what comes from them. It starts
+# as 1. Images train neither it nor the weights of those frames. With a gain of 0, each frame is treated like an image.
 
 
 class PixelFeedForward(nn.Module):
@@ -38,7 +38,7 @@ class PixelFeedForward(nn.Module):
 class MemoryAttention(nn.Module):
     """Multi-head softmax attention with learned memories, keys and values that every query sees (Sukhbaatar et al.
     2019, "Augmenting self-attention with persistent memory"), without biases and positions. With is_causal the result
-    is own + past_gain (all - own), where own is the attention to the memories and the token itself.
+    is own + past_gain (all - own), where own is the attention to the memories and to the query's token alone.
 
     Args:
         is_causal: A token sees no later one, and a stream keeps the keys and values of earlier chunks.
@@ -64,21 +64,21 @@ class MemoryAttention(nn.Module):
         qkv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
         q, kv = qkv[0], qkv[1:]
         if self.is_causal:
-            kv = self._with_past(kv, context)
+            kv = self._prepend_past(kv, context)
         memory = self.memory.to(kv.dtype)[:, None].expand(-1, kv.shape[1], -1, -1, -1)
         k, v = torch.cat([memory, kv], dim=3)
         with sdpa_kernel(SDPA_KERNELS):
             if self.is_causal:
-                mask = self._visible(q.shape[2], kv.shape[3], q.device)
+                mask = self._visibility_mask(q.shape[2], kv.shape[3], q.device)
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
                 out = torch.lerp(
-                    self._own(q, *qkv[1:], *memory[:, 0]), out, self.past_gain.to(out.dtype)[:, None, None]
+                    self._attend_to_own(q, *qkv[1:], *memory[:, 0]), out, self.past_gain.to(out.dtype)[:, None, None]
                 )
             else:
                 out = F.scaled_dot_product_attention(q, k, v)
         return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
 
-    def _with_past(self, kv: Tensor, context: Context) -> Tensor:
+    def _prepend_past(self, kv: Tensor, context: Context) -> Tensor:
         past = context.past(self.stream_name)
         if past is not None:
             kv = torch.cat([past, kv], dim=3)
@@ -88,16 +88,16 @@ class MemoryAttention(nn.Module):
         return kv
 
     @staticmethod
-    def _own(q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor) -> Tensor:
+    def _attend_to_own(q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor) -> Tensor:
         """Attention of each query to the memories (heads, memories, d) and its own token; q, k, v (n, heads, t, d)."""
         q = q / math.sqrt(q.shape[-1])  # before the products, which could overflow in half precision
         scores = torch.cat([q @ memory_k.mT, (q * k).sum(dim=-1, keepdim=True)], dim=-1)
         memory_weights, own_weight = scores.softmax(dim=-1).to(v.dtype).split([_MEMORIES, 1], dim=-1)
         return torch.addcmul(memory_weights @ memory_v, own_weight, v)
 
-    def _visible(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """Which memories and keys a query sees: bool (queries, memories and keys). The last query is that of the last
-        key."""
+    def _visibility_mask(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """Which memories and keys a query sees: bool (num_queries, memories + num_keys). The last query belongs to the
+        last key."""
         positions = torch.arange(num_keys, device=device)
         age = positions[num_keys - num_queries :, None] - positions
         is_visible = (age >= 0) & (age < (num_keys if self.window is None else self.window))
@@ -123,8 +123,8 @@ class TaylorAttention(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             parts = rearrange(at_least_fp32(qkv), "n t (part h d) -> part n h t d", part=3, h=self.heads)
             q, k, v = _taylor(parts[0] * self.scale), _taylor(parts[1]), parts[2]
-            total = (q @ k.sum(dim=-2).unsqueeze(-1)).clamp_min(1e-5)
-            out = rearrange(q @ (k.transpose(-1, -2) @ v) / total, "n h t d -> n t (h d)").to(qkv.dtype)
+            normalizer = (q @ k.sum(dim=-2).unsqueeze(-1)).clamp_min(1e-5)
+            out = rearrange(q @ (k.transpose(-1, -2) @ v) / normalizer, "n h t d -> n t (h d)").to(qkv.dtype)
         return self.to_out(out)
 
 
@@ -149,7 +149,7 @@ class TokenShift(nn.Module):
         return torch.cat([unshifted, previous * self.past_gain.to(x.dtype)[:, None, None, None]], dim=1)
 
 
-class Attend(nn.Module):
+class AttentionBlock(nn.Module):
     """Attention, then a feed-forward, each with a residual.
 
     Args:
@@ -160,23 +160,23 @@ class Attend(nn.Module):
 
     def __init__(self, dim: int, attention: nn.Module, along: str) -> None:
         super().__init__()
-        self.tokens = "(b f) (h w) c" if along == "space" else "(b h w) f c"
+        self.token_pattern = "(b f) (h w) c" if along == "space" else "(b h w) f c"
         self.norm, self.attention = RMSNorm(dim), attention
         self.feed_forward = PixelFeedForward(dim)
         self.shifts = nn.ModuleList(TokenShift(dim) for _ in range(2 if along == "time" else 0))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         y = self.shifts[0](x, context) if self.shifts else x
-        tokens = rearrange(self.norm(y), f"b c f h w -> {self.tokens}")
-        sizes = dict(zip("bfhw", (len(x), *x.shape[2:]), strict=True))
-        x = x + rearrange(self.attention(tokens, context), f"{self.tokens} -> b c f h w", **sizes)
+        tokens = rearrange(self.norm(y), f"b c f h w -> {self.token_pattern}")
+        axis_sizes = dict(zip("bfhw", (len(x), *x.shape[2:]), strict=True))
+        x = x + rearrange(self.attention(tokens, context), f"{self.token_pattern} -> b c f h w", **axis_sizes)
         y = self.shifts[1](x, context) if self.shifts else x
         return x + self.feed_forward(y)
 
 
 class GateLoop(nn.Module):
     """x + q (v + past_gain p) along time, for each pixel and channel, where p_t = sigmoid(a_t) (v_{t-1} + p_{t-1}) is
-    what is left of earlier frames; q, v and a are linear in the normalised x (after Katsch 2023, "GateLoop"). The
+    the decayed sum of earlier frames; q, v and a are linear in the normalised x (after Katsch 2023, "GateLoop"). The
     recurrence is in fp32 or fp64."""
 
     stream_name = ""

@@ -1,4 +1,4 @@
-"""The layers of a video tokenizer from their text: names, the sizes of videos that fit, and modules."""
+"""The layers of a video tokenizer: their text in the configuration, the sizes of videos that fit, and their modules."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from tandem.config.models.autoencoders import check_choices
+from tandem.models.layers.convolutional import check_multiple
 
-from .attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
+from .attention import AdaptiveNorm, AttentionBlock, GateLoop, MemoryAttention, TaylorAttention
 from .causal import CausalConv3d, ResidualUnit, SpaceUp, TimeUp
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ that is modulated by the quantized latents.
 """
 
 _HEADS, _DIM_HEAD = 8, 32
-_LINEAR_HEADS, _LINEAR_DIM_HEAD = 16, 8
-_MOST_LAYERS, _MOST_HALVINGS = 1000, 40
+_LINEAR_HEADS, _LINEAR_DIM_HEAD = 16, 8  # of linear_attend_space
+_MAX_LAYERS, _MAX_HALVINGS = 1000, 40
 
 
 class Layer(NamedTuple):
@@ -62,9 +63,9 @@ def parse_layers(text: str) -> list[Layer]:
         if (colon or name == "consecutive_residual") and not (number.isascii() and number.isdigit() and int(number)):
             raise ValueError(f"layers: {part.strip()!r}: give {name}:N with a whole number N of at least 1 ({meaning})")
         layers.append(Layer(name, int(number) if colon else None))
-    if len(layers) > _MOST_LAYERS or sum(layer.name.startswith("compress") for layer in layers) > _MOST_HALVINGS:
+    if len(layers) > _MAX_LAYERS or sum(layer.name.startswith("compress") for layer in layers) > _MAX_HALVINGS:
         raise ValueError(
-            f"layers: these are {len(layers)}; give at most {_MOST_LAYERS}, and {_MOST_HALVINGS} that compress"
+            f"layers: these are {len(layers)}; give at most {_MAX_LAYERS}, and {_MAX_HALVINGS} that compress"
         )
     return layers
 
@@ -82,8 +83,8 @@ def pixels_per_code(layers: str, patch_size: int = 1) -> int:
 def check_frames(frames: int, per_code: int) -> None:
     """Raise a ValueError of one line unless ``frames`` is 1 + ``per_code`` x n."""
     if frames < 1 or (frames - 1) % per_code:
-        below = max(frames - 1, 0) // per_code * per_code + 1
-        hint = f"use {below} or {below + per_code}"
+        smaller = max(frames - 1, 0) // per_code * per_code + 1
+        hint = f"use {smaller} or {smaller + per_code}"
         raise ValueError(
             f"num_frames: {frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {hint}"
         )
@@ -91,10 +92,7 @@ def check_frames(frames: int, per_code: int) -> None:
 
 def check_side(name: str, pixels: int, per_code: int) -> None:
     """Raise a ValueError of one line unless ``pixels``, a height or width, is a multiple of ``per_code``."""
-    if pixels < per_code or pixels % per_code:
-        below = max(pixels // per_code, 1) * per_code
-        hint = f"use {below} or {below + per_code}"
-        raise ValueError(f"{name} {pixels} must be a multiple of {per_code}, the side of a code in pixels; {hint}")
+    check_multiple(name, pixels, per_code, f"{per_code}, the side of a code in pixels")
 
 
 def check_options(config: VideoTokenizerConfig) -> None:
@@ -111,16 +109,16 @@ def check_options(config: VideoTokenizerConfig) -> None:
         if config.pad_mode == "reflect" and (kernel := getattr(config, name)) // 2 >= side:
             setting = f"pad_mode reflect at {side} x {side}"
             raise ValueError(f"{name} {kernel} is too large for {setting}; lower it, or use pad_mode constant")
-    for name, value, least in (
+    for name, value, minimum in (
         ("init_dim", config.init_dim, 1), ("max_dim", config.max_dim, 1), ("time_window", config.time_window, 0),
     ):  # fmt: skip
-        if value is not None and value < least:
-            raise ValueError(f"{name} {value}: give a number of at least {least}")
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} {value}: give a number of at least {minimum}")
 
 
 def check_videos(videos: Tensor, channels: int, multiple: int) -> None:
-    """Raise a ValueError of one line unless videos (b, c, f, h, w) or images (b, c, h, w) are floating-point numbers of
-    these channels, in sides that are multiples of this one."""
+    """Raise a ValueError of one line unless videos (b, c, f, h, w) or images (b, c, h, w) are floating-point numbers,
+    have c = ``channels``, and their height and width are multiples of ``multiple``."""
     if videos.shape[1] != channels or not videos.is_floating_point():
         actual = f"{videos.dtype} videos of shape {tuple(videos.shape)}"
         raise ValueError(f"{actual}: give floating-point numbers (b, {channels}, frames, height, width)")
@@ -129,8 +127,8 @@ def check_videos(videos: Tensor, channels: int, multiple: int) -> None:
 
 
 def make_layers(config: VideoTokenizerConfig, dim_latent: int) -> tuple[list[nn.Module], list[nn.Module], int]:
-    """Modules of the encoder, modules of the decoder in its own order, and the channels between the two. A layer that
-    compresses doubles the channels if it is given none."""
+    """Modules of the encoder and of the decoder, each in the order of calls, and the channels between the two. A layer
+    that compresses doubles the channels unless its text has a number."""
     encoder: list[nn.Module] = []
     decoder: list[nn.Module] = []
     layers, dim = parse_layers(config.layers), config.init_dim
@@ -157,10 +155,10 @@ def _make_layer(name: str, dim: int, config: VideoTokenizerConfig) -> nn.Module:
         side = config.residual_kernel
         return ResidualUnit(dim, (1 if name == "residual_space" else side, side, side), config.norm)
     if name == "attend_space":
-        return Attend(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD), "space")
+        return AttentionBlock(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD), "space")
     if name == "attend_time":
         window = config.time_window or None
-        return Attend(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD, is_causal=True, window=window), "time")
+        return AttentionBlock(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD, is_causal=True, window=window), "time")
     if name == "linear_attend_space":
-        return Attend(dim, TaylorAttention(dim, _LINEAR_HEADS, _LINEAR_DIM_HEAD), "space")
+        return AttentionBlock(dim, TaylorAttention(dim, _LINEAR_HEADS, _LINEAR_DIM_HEAD), "space")
     return GateLoop(dim)

@@ -1,7 +1,7 @@
 """Causal convolutions, resampling and residual units of videos (b, c, f, h, w), for whole clips and for streams.
 
-A layer that looks at other frames is called as ``layer(x, context)``, with a whole clip or with its chunks in order.
-For chunks, the context holds the frames that a layer needs of earlier chunks, and the outputs equal those of the whole
+Layers that see other frames are called as ``layer(x, context)``, with a whole clip or with its chunks in order. For
+chunks, the context holds the frames of earlier chunks that a layer needs, and the outputs equal those of the whole
 clip.
 """
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv3d_weight
 
 from tandem.models.layers.attention import at_least_fp32
+from tandem.models.layers.convolutional import replicate_filters
 
 _EPSILON = 1e-6  # added to a mean square
 
@@ -34,31 +35,31 @@ class Context(NamedTuple):
     """Tensors that layers keep for the next chunk, by the layer's name; None if there is no next chunk."""
 
     def past(self, name: str) -> Tensor | None:
-        """The tensor that a layer kept of the chunk before, None at the start."""
+        """The tensor that a layer kept from the chunk before; None at the start."""
         if self.is_start:
             return None
         assert self.kept is not None
         return self.kept[name]
 
     def keep(self, name: str, x: Tensor) -> None:
-        """Keep x for the next chunk, if there is one: a copy, because a view holds the memory of the whole."""
+        """Keep x for the next chunk, if there is one: a copy, because a view would hold the memory of its base."""
         if self.kept is not None:
             self.kept[name] = x.clone()
 
 
 @dataclass
 class StreamState:
-    """The state of a stream of frames or codes between two calls, empty at its start. It holds tensors and numbers, so
-    it can be pickled and continued elsewhere, and one model can serve several streams in turn.
+    """The state of a stream of frames or codes between two calls, empty at the start. It holds tensors and numbers: it
+    can be pickled and continued on another machine, and one model can serve several streams in turn.
 
-    Its size does not grow with the number of frames, with one exception: layers that attend to all earlier frames keep
-    their keys and values.
+    Its size does not grow with the number of frames, except that layers that attend to all earlier frames keep their
+    keys and values.
     """
 
     kept: dict[str, Tensor] = field(default_factory=dict)
     """The tensor that each layer keeps, by the layer's name."""
     pending: Tensor | None = None
-    """(b, c, f, h, w), the frames that do not fill a chunk yet."""
+    """(b, c, f, h, w), frames of a chunk that is not complete yet."""
     used: int = 0
     """Number of frames in the chunks so far."""
 
@@ -66,7 +67,7 @@ class StreamState:
         """(b, c, f, h, w) -> every chunk that is complete: the first has one frame, all others have ``frames``.
 
         Raises:
-            ValueError: a batch, a height or a width other than those of the frames before.
+            ValueError: the batch, height or width differs from that of the frames before.
         """
         if self.pending is not None:
             if (old := _shape_of_a_frame(self.pending)) != (new := _shape_of_a_frame(x)):
@@ -88,8 +89,8 @@ class CausalConv3d(nn.Conv3d):
     """A convolution whose output at frame stride x j depends on no frame after it: k - 1 frames of zeros come before
     the clip, so that 1 + stride x n frames become 1 + n (Yu et al. 2024, section 3.2).
 
-    For one frame, an image, only the kernel's last time slice meets anything but zeros. It alone is used, and the other
-    slices have a gradient of exactly 0.
+    For an image, one frame, all time slices of the kernel but the last would meet zeros. The last slice alone is used,
+    and the others have a gradient of exactly 0.
 
     Args:
         kernel: (frames, height, width), odd in space.
@@ -127,7 +128,7 @@ class CausalConv3d(nn.Conv3d):
             return conv3d_weight(padded, shape, output_gradient.float())
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.padding_mode == "zeros":  # by the convolution itself
+        if self.padding_mode == "zeros":  # the convolution pads
             return super()._conv_forward(input, weight, bias)
         return F.conv3d(self._pad_space(input), weight, bias, self.stride)
 
@@ -162,11 +163,11 @@ def pad_space(x: Tensor, height: int, width: int, mode: str) -> Tensor:
 
 class SpaceUp(nn.Module):
     """Doubles height and width: 1 x 1 convolution to four times the channels, SiLU, pixel shuffle. At the start all
-    four pixels are equal (Aitken et al. 2017, "Checkerboard artifact free sub-pixel convolution")."""
+    four pixels are equal; see `replicate_filters`."""
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
-        self.expand = _replicating_conv(fan_in, fan_out, 4)
+        self.expand = replicate_filters(nn.Conv3d(fan_in, 4 * fan_out, 1), 4)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(b, i, f, h, w) -> (b, o, f, 2 h, 2 w)."""
@@ -179,7 +180,7 @@ class TimeUp(nn.Module):
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
-        self.expand = _replicating_conv(fan_in, fan_out, 2)
+        self.expand = replicate_filters(nn.Conv3d(fan_in, 2 * fan_out, 1), 2)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(b, i, 1 + n, h, w) -> (b, o, 1 + 2 n, h, w); a chunk that is not the first: n frames -> 2 n."""
@@ -187,21 +188,10 @@ class TimeUp(nn.Module):
         return frames[:, :, 1:] if context.is_start else frames
 
     def repeat_frames(self) -> None:
-        """Copy the weights of the second of the two frames to the first: images train only the second."""
+        """Copy the weights of the second of the two new frames to the first: images train only the second."""
         for parameter in self.expand.parameters():
             first, second = parameter.data.view(-1, 2, *parameter.shape[1:]).unbind(1)
             first.copy_(second)
-
-
-def _replicating_conv(fan_in: int, fan_out: int, copies: int) -> nn.Conv3d:
-    """A 1 x 1 convolution to ``copies`` times fan_out channels, in which the copies of a channel start equal."""
-    conv = nn.Conv3d(fan_in, copies * fan_out, 1)
-    filters = torch.empty(fan_out, *conv.weight.shape[1:])
-    nn.init.kaiming_uniform_(filters)
-    with torch.no_grad():
-        conv.weight.copy_(filters.repeat_interleave(copies, dim=0))
-    nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
-    return conv
 
 
 class RMSNorm(nn.Module):
@@ -215,8 +205,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b, c, ...) -> the same shape and dtype; the mean is computed in fp32 or fp64."""
         gain = self.gain.view(-1, *[1] * (x.dim() - 2))
-        # The view adds the two gradients of y before they reach x. Otherwise a third one, from another use of x, would
-        # be added before, between or after them, depending on hooks at this module's border (ZeRO 3).
+        # At the view the two gradients of y are summed before they reach x. Without it, a third one, of another use of
+        # x, would be added before, between or after them, depending on the hooks of this module (ZeRO 3).
         y = at_least_fp32(x).view_as(x)
         return (y * (y.square().mean(dim=1, keepdim=True) + _EPSILON).rsqrt() * gain).to(x.dtype)
 

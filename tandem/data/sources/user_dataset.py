@@ -1,4 +1,4 @@
-"""A user's map-style dataset (`--dataset MODULE:FUNCTION`): its construction, its items, what fields read from an item,
+"""A user's map-style dataset (`--dataset MODULE:FUNCTION`): its construction, the parts of its items that fields read,
 and the errors for wrong items."""
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from PIL import Image
 from tandem.data.bad_samples import BadDatasetItem, UserCodeError
 from tandem.data.decoding.sounds import SAMPLE_RATES
 from tandem.data.decoding.texts import Texts, sentence, texts_of_object
-from tandem.data.hashing import derive_key
+from tandem.hashing import derive_key
 from tandem.io.installed import HOME
 
 from .index import fingerprint_of
 from .record import MOST_EXAMPLES, FileRef, Record
 
-ITEM = "item"  # the only key of a record: the whole item, from which the functions below read
-_LONGEST_QUOTE = 200
+ITEM = "item"  # the only key of a record: its value is the whole item
 IMAGE_NAMES = ("image", "img")
+ARRAY_SHAPES = {1: "(d,)", 2: "(tokens, d)"}  # of stored embeddings, by dimensions
+_LONGEST_QUOTE = 200
 _MOST_CHANNELS = 64
 _IMAGE = (
     "a PIL image, or a tensor or array of uint8 or floats from 0 to 1 whose 1, 3 or 4 channels come first (c, h, w); "
@@ -68,9 +69,9 @@ class UserDatasetSource:
     """The dataset that the function of --dataset returns. A record is {"item": an item}. See `RecordSource` for the
     methods.
 
-    The fingerprint is the dataset's own, or that of its name and length. The global generators of random, numpy and
-    PyTorch are seeded for each item, by (seed, index), or with `augment` by (seed, epoch, index), so that random items
-    are the same in all processes.
+    The fingerprint is the dataset's attribute `fingerprint`, or else that of its name and length. The global generators
+    of random, numpy and PyTorch are seeded for each item, by (seed, index), or with `augment` by (seed, epoch, index),
+    so that random items are the same in all processes.
 
     Raises ValueError, in one line, if there is no such function, or its result is no map-style dataset; and
     `UserCodeError` if the user's code raises anything.
@@ -96,7 +97,7 @@ class UserDatasetSource:
         return f"{index:09d}"
 
     def examples(self, name: str) -> Sequence[int]:
-        """The first items: what an item holds is known only after it is made."""
+        """The first items, because only the making of an item shows what it holds."""
         return range(min(self._length, MOST_EXAMPLES))
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
@@ -107,9 +108,8 @@ class UserDatasetSource:
 
 
 def _search_own_folder_last() -> None:
-    """Let a user's dataset import the modules that Python would find without this project: in the current folder, then
-    in PYTHONPATH and among the installed packages. Python puts the scripts' folder first, which also holds
-    `distributed` and `tests`; move it to the end."""
+    """Put the current folder first in sys.path and the scripts' folder last, so that a user's dataset imports the same
+    modules as without this project: the scripts' folder, which Python puts first, holds `distributed` and `tests`."""
     current = os.path.realpath(os.curdir)
     entries = [entry for entry in sys.path if os.path.realpath(entry) != current]
     sys.path[:] = [os.getcwd(), *sorted(entries, key=lambda entry: os.path.realpath(entry) == str(HOME))]
@@ -119,9 +119,8 @@ def _make_dataset(data: DatasetSpec) -> tuple[Any, int]:
     flag = f"--dataset {data.spec}: "
     module_name, _, function_name = data.spec.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *function_name.split("."))):
-        raise ValueError(
-            f"{flag}expected MODULE:FUNCTION, such as my_data:photos for the function photos of my_data.py"
-        )
+        example = "such as my_data:photos for the function photos of my_data.py"
+        raise ValueError(f"{flag}expected MODULE:FUNCTION, {example}")
     if module_name.partition(".")[0] == "tandem":
         raise ValueError(f"{flag}{module_name} is a name of this project; give your module another one")
     _search_own_folder_last()
@@ -169,7 +168,8 @@ def _errors_in_one_line(prefix: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(key: int) -> Iterator[None]:
-    """Context in which the global generators of random numbers begin at a key; afterwards they are as before."""
+    """Context in which the global generators of random numbers are seeded with a key; their states are restored
+    afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  (users' code draws from it)
@@ -182,9 +182,9 @@ def _seeded(key: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def part_of(item: Any, *names: str, place: int | None = 0) -> Any:
-    """A part of an item: the value of a mapping's first existing key of `names`, or a tuple's entry at `place`; any
-    other item is its own part 0. None if there is no such part."""
+def item_part(item: Any, *names: str, place: int | None = 0) -> Any:
+    """A part of an item: of a mapping the value of the first key of `names` that exists; of a tuple the entry at
+    `place`; of any other item the item itself, at place 0. None if there is no such part."""
     if isinstance(item, Mapping):
         return next((item[name] for name in names if item.get(name) is not None), None)
     if isinstance(item, (tuple, list)):
@@ -193,7 +193,7 @@ def part_of(item: Any, *names: str, place: int | None = 0) -> Any:
 
 
 def as_array(part: Any) -> np.ndarray | None:
-    """An array, or a tensor of any device, as an array; None for anything else."""
+    """An array, or a tensor on any device -> an array; None for anything else."""
     if isinstance(part, torch.Tensor):
         part = part.detach().cpu()
         return np.asarray(part.float() if part.dtype == torch.bfloat16 else part)
@@ -206,39 +206,36 @@ def as_uint8(array: np.ndarray) -> np.ndarray | None:
         return array
     if array.dtype.kind != "f" or not array.size:
         return None
-    if not (float(array.min()) >= -1e-3 and float(array.max()) <= 1 + 1e-3):  # of an interpolation; NaN fails
+    # An interpolation may exceed the range a little; NaN fails both comparisons.
+    if not (float(array.min()) >= -1e-3 and float(array.max()) <= 1 + 1e-3):
         return None
     return np.rint(array.clip(0, 1) * 255).astype(np.uint8)
 
 
-def describe_object(thing: Any) -> str:
+def describe_object(value: Any) -> str:
     """The description of an object for an error."""
-    array = as_array(thing)
+    array = as_array(value)
     if array is not None:
-        kind = "a tensor" if isinstance(thing, torch.Tensor) else "an array"
-        values = (
-            f" with values from {array.min():g} to {array.max():g}" if array.size and array.dtype.kind == "f" else ""
-        )
-        return f"{kind} of shape {tuple(array.shape)} and type {array.dtype}{values}"
-    if isinstance(thing, Mapping):
-        entries = ", ".join(f"{key}: {type(value).__name__}" for key, value in thing.items())
+        kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
+        is_float = array.size and array.dtype.kind == "f"
+        extent = f" with values from {array.min():g} to {array.max():g}" if is_float else ""
+        return f"{kind} of shape {tuple(array.shape)} and type {array.dtype}{extent}"
+    if isinstance(value, Mapping):
+        entries = ", ".join(f"{key}: {type(entry).__name__}" for key, entry in value.items())
         return f"a mapping with {entries[:_LONGEST_QUOTE] or 'nothing'}"
-    if isinstance(thing, (tuple, list)):
-        kinds = ", ".join(type(entry).__name__ for entry in thing[:8])
-        return f"a {type(thing).__name__} of {len(thing)} ({kinds})"
-    return "None" if thing is None else f"{type(thing).__name__} {thing!r}"[:_LONGEST_QUOTE]
+    if isinstance(value, (tuple, list)):
+        kinds = ", ".join(type(entry).__name__ for entry in value[:8])
+        return f"a {type(value).__name__} of {len(value)} ({kinds})"
+    return "None" if value is None else f"{type(value).__name__} {value!r}"[:_LONGEST_QUOTE]
 
 
-def item_error(thing: Any, expected: str) -> BadDatasetItem:
+def item_error(value: Any, expected: str) -> BadDatasetItem:
     """The error for an item of a user's dataset that the script cannot train on; its text follows the item's name."""
-    return BadDatasetItem(f"is {describe_object(thing)}; it has to be {expected}")
+    return BadDatasetItem(f"is {describe_object(value)}; it has to be {expected}")
 
 
 def image_of(item: Any) -> Image.Image:
-    picture = _to_picture(part_of(item, *IMAGE_NAMES))
-    if picture is None:
-        raise item_error(item, _IMAGE)
-    return picture
+    return _to_picture(item_part(item, *IMAGE_NAMES), item, _IMAGE)
 
 
 class Video(NamedTuple):
@@ -248,22 +245,19 @@ class Video(NamedTuple):
     frames: np.ndarray
 
     def picture(self, number: int) -> Image.Image:
-        picture = _to_picture(self.frames[number])
-        if picture is None:
-            raise item_error(part_of(self.item, "video"), _CLIP)
-        return picture
+        return _to_picture(self.frames[number], item_part(self.item, "video"), _CLIP)
 
     @property
     def fps(self) -> float:
         """Frames per second, which an item has to state only for --fps."""
-        fps = part_of(self.item, "fps", place=None)
+        fps = item_part(self.item, "fps", place=None)
         if not (isinstance(fps, (int, float, np.number)) and 0 < float(fps) < math.inf):
             raise item_error(self.item, 'for --fps, a mapping with a "video" and its "fps", above 0')
         return float(fps)
 
 
 def video_of(item: Any) -> Video:
-    frames = as_array(part_of(item, "video"))
+    frames = as_array(item_part(item, "video"))
     if frames is None or frames.ndim != 4 or 0 in frames.shape:
         raise item_error(item, _CLIP)
     return Video(item, frames)
@@ -274,8 +268,8 @@ def sound_of(item: Any) -> FileRef:
     item, or the "array" and "sampling_rate" of its "audio"."""
     import soundfile
 
-    waveform: Any = part_of(item, "waveform", "audio")
-    rate: Any = part_of(item, "sample_rate", "sampling_rate", place=1)
+    waveform: Any = item_part(item, "waveform", "audio")
+    rate: Any = item_part(item, "sample_rate", "sampling_rate", place=1)
     if isinstance(waveform, Mapping):  # as the library datasets decodes a sound
         waveform, rate = waveform.get("array"), waveform.get("sampling_rate")
     array = as_array(waveform)
@@ -307,7 +301,7 @@ def texts_of(item: Any) -> Texts:
 
 def caption_of(item: Any) -> str:
     """The caption of an item of a user's dataset; "" for a tuple of an image and its class."""
-    caption = part_of(item, "caption", "text", "captions", place=1)
+    caption = item_part(item, "caption", "text", "captions", place=1)
     if isinstance(caption, (list, tuple)):
         caption = caption[0] if caption else None
     if isinstance(item, (tuple, list)) and not isinstance(caption, str):
@@ -329,18 +323,18 @@ def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:
 
 def missing_array_error(item: Any, name: str, dimensions: int) -> BadDatasetItem:
     """The error for an item without this array."""
-    form = {1: "(d,)", 2: "(tokens, d)"}[dimensions]
+    form = ARRAY_SHAPES[dimensions]
     return item_error(item, f'a mapping with an "image" and a "{name}", a tensor or array of floats {form}')
 
 
-def _to_picture(part: Any) -> Image.Image | None:
-    """A PIL image from a PIL image, or from a tensor or array (c, h, w); None for anything else."""
+def _to_picture(part: Any, value: Any, expected: str) -> Image.Image:
+    """PIL image, or tensor or array (c, h, w) -> PIL image. For anything else, raises `item_error` with `value` and
+    `expected`."""
     if isinstance(part, Image.Image):
         return part
-    array = as_array(part)
-    if array is None or array.ndim != 3 or array.shape[0] not in (1, 3, 4) or 0 in array.shape:
-        return None
-    pixels = as_uint8(array)
+    array, pixels = as_array(part), None
+    if array is not None and array.ndim == 3 and array.shape[0] in (1, 3, 4) and 0 not in array.shape:
+        pixels = as_uint8(array)
     if pixels is None:
-        return None
+        raise item_error(value, expected)
     return Image.fromarray(np.ascontiguousarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)))
