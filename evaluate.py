@@ -225,7 +225,10 @@ def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
 
-def process_batches(samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup, action: str, measure: Callable[[Batches], Iterable[None]]) -> None:  # fmt: skip
+def process_batches(
+    samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup, action: str,
+    measure: Callable[[Batches], Iterable[None]],
+) -> None:  # fmt: skip
     """Run the generator `measure(batches of this process)` to its end. The processes exchange errors and signals every
     `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in one line, if
     too many samples cannot be read; AskedToStop after a signal."""

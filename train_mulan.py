@@ -131,7 +131,9 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     return model
 
 
-def evaluate(embedder: Embedder, feed: TrainingData, contrastive: Contrastive, templates: Sequence[str], processes: ProcessGroup) -> dict[str, float]:  # fmt: skip
+def evaluate(
+    embedder: Embedder, feed: TrainingData, contrastive: Contrastive, templates: Sequence[str], processes: ProcessGroup
+) -> dict[str, float]:
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
     from tandem.training.metrics.averages import Averages
     from tandem.training.metrics.retrieval import RetrievalQuality, class_embeddings, prompts
