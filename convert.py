@@ -114,7 +114,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
     from tandem.training.checkpoint.format import check_sums, read_checkpoint
-    from tandem.training.checkpoint.models import MODELS, kept_average
+    from tandem.training.checkpoint.models import MODELS, final_average
     from tandem.weights.formats.description import describe_weights
 
     checksums = "not checked"
@@ -127,7 +127,7 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
             checksums = f"do not hold: {error}"
     facts: dict[str, dict[str, Any]] = {}
     for name, part in sorted(parts.items()):
-        weights = kept_average(part).get("weights")
+        weights = final_average(part).get("weights")
         facts[name] = describe_weights(weights) if isinstance(weights, dict) else {}
         if isinstance(powers := part.get("powers"), dict):
             facts[name]["ema_power"] = ", ".join(powers)
@@ -153,10 +153,10 @@ def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
     from tandem.models.quantizers.gaussian import compute_scale
 
     weights = part.get("weights")
-    moments: Any = weights.get("quantizer.moments") if isinstance(weights, dict) else None
-    if not isinstance(model, dict) or model.get("scaling_factor") or getattr(moments, "shape", None) != (3,):
+    latent_stats: Any = weights.get("quantizer.latent_stats") if isinstance(weights, dict) else None
+    if not isinstance(model, dict) or model.get("scaling_factor") or getattr(latent_stats, "shape", None) != (3,):
         return model
-    scaling_factor, shift_factor = compute_scale(moments) or (None, None)
+    scaling_factor, shift_factor = compute_scale(latent_stats) or (None, None)
     return {**model, "scaling_factor": scaling_factor, "shift_factor": shift_factor}
 
 
@@ -206,10 +206,10 @@ def average(args: argparse.Namespace) -> None:
     """Write the model of a run with an average of its weights of another length, combined from the averages in
     snapshots/. Its buffers are those of the last save."""
     from tandem.models.base import build
-    from tandem.training.checkpoint.averages import AverageFiles
+    from tandem.training.checkpoint.ema_files import EMAFiles
 
     run, out = Path(args.path), check_output(args, is_folder=True, kind="average")
-    files = AverageFiles(run / "snapshots")
+    files = EMAFiles(run / "snapshots")
     model = build(load_model(run).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
     weights, updates, profile_error = files.reconstruct("ema", args.ema_length, parameters)

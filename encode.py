@@ -29,7 +29,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
 from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
@@ -184,29 +184,6 @@ def build_parser() -> ArgumentParser:
     )  # fmt: skip
 
 
-class Coder(NamedTuple):
-    """The functions that encode and decode images or videos.
-
-    kind: "images" or "videos".
-    settings: those that the files depend on.
-    stored, writer: classes that read and write a folder of codes or latents.
-    open: image side -> the shape of a row ([h', w'] of codes, [] if videos keep their shape, (v, 2 d, h', w') of
-        latents), the samples to encode, and the function that encodes the samples of each shard. Raises ValueError, in
-        one line, if the model does not take the samples.
-    ending, frames_per_code: ending of the decoded files, and frames of a code: see `decoded_files`.
-    write: (stored codes, number of a shard, paths) decodes the shard and writes its files.
-    """
-
-    kind: str
-    settings: dict[str, Any]
-    stored: type[StoredCodes]
-    writer: Callable[..., ShardWriter]
-    open: Callable[[int], tuple[list[int], SampleDataset, Encode]]
-    ending: str
-    frames_per_code: int | None
-    write: Callable[[StoredCodes, int, Sequence[Path]], None]
-
-
 def run_model(
     processes: ProcessGroup, precision: str, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
@@ -219,56 +196,80 @@ def run_model(
         return method(to_device(values, processes.device), *state)
 
 
-def image_coder(model: Any, args: argparse.Namespace, processes: ProcessGroup) -> Coder:
+class ImageCoder:
     """Images in batches, through a DiscreteVAE or a VQGAN, to codes or to latents.
 
     All batches are padded to one size, because at a fixed size neither the position of an image in its batch nor the
     other images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents
     may differ slightly, so that occasionally another code is the nearest.
+
+    `settings` are those that the files depend on; `stored` and `writer` read and write a folder of codes or latents;
+    for `ending` and `frames_per_code` see `decoded_files`.
     """
-    import torch
 
-    from tandem.data.feed import to_unit_range
-    from tandem.data.stores.codes import StoredCodes, decode_images
-    from tandem.data.stores.encoding import encode_batches
-    from tandem.data.stores.latents import LatentWriter, StoredLatents, open_labelled
-    from tandem.data.stores.shards import ShardWriter
-    from tandem.devices import to_device
-    from tandem.models.building import require_room
-    from tandem.training.noise import Noise
+    kind, ending, frames_per_code = "images", ".png", None
 
-    batch_size = args.batch_size
+    def __init__(self, model: Any, args: argparse.Namespace, processes: ProcessGroup) -> None:
+        from tandem.data.stores.codes import StoredCodes
+        from tandem.data.stores.latents import LatentWriter, StoredLatents
+        from tandem.data.stores.shards import ShardWriter
+        from tandem.training.noise import Noise
 
-    def encode(images: Tensor) -> Tensor:
+        self._model, self._args, self._processes = model, args, processes
+        self.settings: dict[str, Any] = {"batch_size": args.batch_size}
+        self.stored: type[StoredCodes] = StoredCodes
+        self.writer: Callable[..., ShardWriter] = ShardWriter
+        if not model.num_codes:
+            self.settings |= {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
+            self.stored, self.writer = StoredLatents, functools.partial(LatentWriter, Noise(args.seed, "latents"))
+
+    def _encode(self, images: Tensor) -> Tensor:
+        import torch
+
+        from tandem.data.feed import to_unit_range
+        from tandem.devices import to_device
+
+        model, processes = self._model, self._processes
         values = to_unit_range(to_device(images, processes.device))
         if model.num_codes:
-            return run_model(processes, args.precision, "encoding", model.encode, values)
-        views = [values, values.flip(-1)][: 1 + args.with_flip]
-        return torch.stack([run_model(processes, args.precision, "encoding", model.moments, view) for view in views], 1)
+            return run_model(processes, self._args.precision, "encoding", model.encode, values)
+        views = [values, values.flip(-1)][: 1 + self._args.with_flip]
+        return torch.stack(
+            [run_model(processes, self._args.precision, "encoding", model.posterior, view) for view in views], 1
+        )
 
-    def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
+    def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
+        """For images of this side, the shape of a row ([h', w'] of codes, (v, 2 d, h', w') of latents), the samples,
+        and the function that encodes the samples of each shard. Raises ValueError, in one line, if the model does not
+        take them."""
+        import torch
+
+        from tandem.data.stores.encoding import encode_batches
+        from tandem.data.stores.latents import open_labelled
+        from tandem.models.building import require_room
+
+        model, args, batch_size = self._model, self._args, self._args.batch_size
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
             raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
         require_room(f"a batch of {batch_size} images of {side} pixels", batch_size, model.channels, side, side)
         try:
-            grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
+            grid = list(self._encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
         needs_label = not model.num_codes  # latents are for diffusion transformers, which take a class
         images = open_labelled(args.image_folder, is_needed=needs_label, image_size=side, channels=model.channels)
         load = functools.partial(load_image, images)
         options = {"batch_size": batch_size, "per_request": batch_size, "num_workers": args.num_workers}
-        options["waiting"] = processes.waiting_for_workers
-        return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **options)
+        options["waiting"] = self._processes.waiting_for_workers
+        return grid, images, lambda shards: encode_batches(load, images.describe, shards, self._encode, **options)
 
-    decode = functools.partial(run_model, processes, args.precision, "decoding", model.decode)
-    write = functools.partial(decode_images, decode=decode, batch_size=batch_size, num_threads=max(1, args.num_workers))
-    if model.num_codes:
-        return Coder("images", {"batch_size": batch_size}, StoredCodes, ShardWriter, open_set, ".png", None, write)
-    settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
-    settings = {"batch_size": batch_size, **settings}
-    writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
-    return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
+    def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
+        """Decode a shard, and write its files."""
+        from tandem.data.stores.codes import decode_images
+
+        decode = functools.partial(run_model, self._processes, self._args.precision, "decoding", self._model.decode)
+        threads = max(1, self._args.num_workers)
+        decode_images(codes, shard, paths, decode=decode, batch_size=self._args.batch_size, num_threads=threads)
 
 
 def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -277,81 +278,103 @@ def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
     return sample.pop("images")[None], sample
 
 
-def video_coder(model: VideoTokenizer, args: argparse.Namespace, processes: ProcessGroup) -> Coder:
-    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
-    from tandem.data.decoding.images import MAX_ASPECT_RATIO
-    from tandem.data.decoding.videos import open_sound_track
-    from tandem.data.feed import to_unit_range
-    from tandem.data.sets import open_videos
-    from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
-    from tandem.data.stores.encoding import PIECE_FRAMES, encode_streams
-    from tandem.data.stores.shards import ShardWriter
-    from tandem.devices import to_device
-    from tandem.io.installed import missing_package
-    from tandem.models.building import require_room
-    from tandem.models.layers.video.blocks import check_side
-    from tandem.models.layers.video.causal import StreamState
-    from tandem.training.visuals.videos import can_write_mp4, to_gif, write_mp4
+class VideoCoder:
+    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer. As `ImageCoder`."""
 
-    if args.format == "mp4" and not can_write_mp4():
-        raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
-    rates = {"fps": args.fps, "frame_stride": args.frame_stride}
-    threads = max(1, args.num_workers)
-    multiple = model.pixels_per_code if args.keep_aspect else None
+    kind = "videos"
 
-    def start_encoding() -> Callable[[Tensor], Tensor]:
-        state = StreamState()
+    def __init__(self, model: VideoTokenizer, args: argparse.Namespace, processes: ProcessGroup) -> None:
+        from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes
+        from tandem.data.stores.shards import ShardWriter
+        from tandem.io.installed import missing_package
+        from tandem.training.visuals.videos import can_write_mp4
+
+        if args.format == "mp4" and not can_write_mp4():
+            raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
+        self._model, self._args, self._processes = model, args, processes
+        self.stored, self.writer, self._threads = StoredCodes, ShardWriter, max(1, args.num_workers)
+        self.ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
+        self.frames_per_code = model.frames_per_code
+        self._rates = {"fps": args.fps, "frame_stride": args.frame_stride}
+        self.settings = {**self._rates, "frames_per_code": model.frames_per_code}
+        if args.keep_aspect:
+            self.settings["keep_aspect"] = True
+
+    def _start_encoding(self) -> Callable[[Tensor], Tensor]:
+        from tandem.data.feed import to_unit_range
+        from tandem.devices import to_device
+        from tandem.models.layers.video.causal import StreamState
+
+        model, processes, state = self._model, self._processes, StreamState()
 
         def encode(frames: Tensor) -> Tensor:
             pixels = to_unit_range(to_device(frames, processes.device))[None]
-            return run_model(processes, args.precision, "encoding", model.encode_next, pixels, state)[0]
+            return run_model(processes, self._args.precision, "encoding", model.encode_next, pixels, state)[0]
 
         return encode
 
-    def start_decoding() -> Callable[[Tensor], Tensor]:
-        state = StreamState()
+    def _start_decoding(self) -> Callable[[Tensor], Tensor]:
+        from tandem.models.building import require_room
+        from tandem.models.layers.video.causal import StreamState
+
+        model, processes, state = self._model, self._processes, StreamState()
 
         def decode(codes: Tensor) -> Tensor:
             height, width = (side * model.pixels_per_code for side in codes.shape[1:])
             frames = len(codes) * model.frames_per_code
             require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
-            return run_model(processes, args.precision, "decoding", model.decode_next, codes[None], state)[0].transpose(
-                0, 1
-            )
+            return run_model(processes, self._args.precision, "decoding", model.decode_next, codes[None], state)[
+                0
+            ].transpose(0, 1)
 
         return decode
 
-    def open_set(side: int) -> tuple[list[int], SampleDataset, Encode]:
+    def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
+        """As for images; the shape of a row is [] if videos keep their shape."""
+        from tandem.data.decoding.images import MAX_ASPECT_RATIO
+        from tandem.data.sets import open_videos
+        from tandem.data.stores.codes import code_dtype
+        from tandem.data.stores.encoding import PIECE_FRAMES, encode_streams
+        from tandem.models.building import require_room
+        from tandem.models.layers.video.blocks import check_side
+
+        model, args = self._model, self._args
         check_side("--image_size", side, model.pixels_per_code)
         longest = MAX_ASPECT_RATIO * side if args.keep_aspect else side
         require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
-        videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **rates)
+        videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._rates)
         clips: Any = videos.fields[0]
+        multiple = model.pixels_per_code if args.keep_aspect else None
 
         def read_frames(index: int) -> Any:
             return clips.frames(videos.source.record(index), multiple)
 
         options: dict[str, Any] = {"dtype": code_dtype(model.num_codes), "frames_per_code": model.frames_per_code}
-        options |= {"num_threads": threads, "keep_aspect": args.keep_aspect, "open_stream": start_encoding}
+        options |= {"num_threads": self._threads, "keep_aspect": args.keep_aspect, "open_stream": self._start_encoding}
         grid = [] if args.keep_aspect else [side // model.pixels_per_code] * 2
         return grid, videos, functools.partial(encode_streams, read_frames, videos.describe, **options)
 
-    def write_film(file: Any, frames: Any, fps: float, name: str) -> None:
+    def _write_film(self, file: Any, frames: Any, fps: float, name: str) -> None:
+        from tandem.data.decoding.videos import open_sound_track
+        from tandem.training.visuals.videos import to_gif, write_mp4
+
+        args = self._args
         if args.format == "gif":
             file.write(to_gif(frames, fps))
             return
         with open_sound_track(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
             write_mp4(file, frames, fps, sound)
 
-    write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
-    ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
-    settings = {**rates, "frames_per_code": model.frames_per_code}
-    if args.keep_aspect:
-        settings["keep_aspect"] = True
-    return Coder("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
+    def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
+        from tandem.data.stores.codes import decode_videos
+
+        options: Any = {"open_stream": self._start_decoding, "write": self._write_film, "num_threads": self._threads}
+        decode_videos(codes, shard, paths, **options)
 
 
-def open_coder(args: argparse.Namespace, processes: ProcessGroup) -> tuple[Any, Coder, dict[str, Any]]:
+def open_coder(
+    args: argparse.Namespace, processes: ProcessGroup
+) -> tuple[Any, ImageCoder | VideoCoder, dict[str, Any]]:
     """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
     ValueError, in one line, if there is no such model or it does not take data of the kind of the flags."""
     model, model_settings, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
@@ -365,8 +388,8 @@ def open_coder(args: argparse.Namespace, processes: ProcessGroup) -> tuple[Any, 
         raise ValueError(f"--{idle_flags[0]} has no effect: the model in {args.model} makes {output}; leave it out")
     if args.scaled and not (model.num_codes or model.scaling_factor):
         raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
-    make_coder = video_coder if kind == "videos" else image_coder
-    coder = make_coder(model.to(processes.device).requires_grad_(False), args, processes)
+    coder_class = VideoCoder if kind == "videos" else ImageCoder
+    coder = coder_class(model.to(processes.device).requires_grad_(False), args, processes)
     return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, processes)}
 
 

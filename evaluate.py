@@ -326,11 +326,11 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     from tandem.data.stores.output import json_bytes, sha256_of
     from tandem.devices import moment, on_host, seconds_between
     from tandem.io.fetching import fetch_file
-    from tandem.io.published import INCEPTION, PUBLISHED, weights_of
+    from tandem.io.published import INCEPTION, PUBLISHED, load_published_weights
     from tandem.io.writing import write_atomically
     from tandem.models.features.i3d import I3D_DIM, i3d_features
     from tandem.models.features.lpips import load_lpips
-    from tandem.training.metrics import exact, fid, reconstruction, videos
+    from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
 
     device, heartbeat = processes.device, partial(processes.heartbeat, "fetching weights")
     for name in args.model:
@@ -346,7 +346,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         weights_sha256 = sha256_of([Path(weights)]) if weights else None
         network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
         if args.fid_weights:
-            network = fid.Inception(weights_of(INCEPTION, str(weights), heartbeat), device)
+            network = fid.Inception(load_published_weights(INCEPTION, str(weights), heartbeat), device)
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         samples = open_samples(args)
         trained_on, lines = compare_with_training(args, samples) if processes.is_root else ({}, [])
@@ -368,7 +368,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     make_quality = partial(make_quality, device=device, losses=(), lpips=lpips)
     qualities = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
     dim = getattr(network, "dim", I3D_DIM)
-    features = partial(exact.Features, network, dim, device)
+    features = partial(feature_statistics.FeatureStatistics, network, dim, device)
     model_features = {name: features() for name in models if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
@@ -439,13 +439,13 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
-    """Print a row for each model and a column for each value. `corner`: the text in the first cell, flags or ""."""
-    from tandem.training.logging.table import number
+    """Print a row for each model and a column for each value. `corner`: flags that the values depend on, or ""."""
+    from tandem.training.logging.table import format_number
 
     names = [name for name in HEADINGS if any(name in row for row in values.values())]
     rows = [[corner, *(HEADINGS[name] for name in names)]]
     for model, row in values.items():
-        cells = {name: number(row.get(name)) for name in names}
+        cells = {name: format_number(row.get(name)) for name in names}
         if row["num_codes"]:
             cells["codes_used"] += f" of {row['num_codes']}"
         rows.append([model, *cells.values()])

@@ -143,6 +143,7 @@ class UnetTraining:
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+    processes = backend.processes
 
     processes, device = backend.processes, backend.processes.device
 
@@ -212,7 +213,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
-        run.warn(
+        run.say(
             training.missing_metrics_text(
                 {"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}
             )

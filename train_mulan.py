@@ -162,6 +162,7 @@ def picture(embedder: training.Embedder, samples: data.Batch, count: int) -> Ima
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+    processes = backend.processes
 
     processes, device = backend.processes, backend.processes.device
 

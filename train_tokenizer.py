@@ -106,6 +106,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     from tandem.devices import to_device
 
+    processes = backend.processes
+
     processes, device = backend.processes, backend.processes.device
 
     peak, discr_betas = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas
@@ -165,7 +167,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("encode.py", "--video_folder", data_path(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
-    run.warn(None if run.is_complete else perceptual_loss_warning(args))
+    run.say(None if run.is_complete else perceptual_loss_warning(args))
 
     total_steps = run.progress.total_steps
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)

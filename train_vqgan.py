@@ -95,6 +95,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     import torch
     from torch.nn import functional as F
 
+    processes = backend.processes
+
     processes, device = backend.processes, backend.processes.device
 
     with processes.raise_on_all_ranks():
@@ -158,7 +160,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
              f"{args.output_dir}/{outputs}"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
-    run.warn(None if run.is_complete else perceptual_loss_warning(args))
+    run.say(None if run.is_complete else perceptual_loss_warning(args))
 
     total_steps = run.progress.total_steps
     with_warmup = partial(schedules.with_warmup, args.lr_schedule, lowest=0.1)

@@ -1,4 +1,4 @@
-"""Which processes train, how they communicate, and how a model is spread over them; each backend is a file or folder.
+"""The processes that train, their communication, and how a model is spread over them; see `Backend` and `Engine`.
 
 distributed.add_arguments(parser)
 args = parser.parse(argv)
@@ -54,8 +54,8 @@ def launched_as_root() -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> None:
-    """Add the flags that all backends share, and the flags of each backend. `trains` is False for a script that trains
-    nothing: --help then hides the flags that have no effect, and `launch_inference` refuses them."""
+    """Add the flags that all backends share, and the flags of each backend. With `trains=False`, for a script that
+    trains nothing, --help hides the flags that have no effect, and `launch_inference` refuses them."""
     group = parser.add_argument_group("distributed")
     # fmt: off
     group.add_argument("--distributed_backend", "--distr_backend", type=str.lower, choices=["auto", *all_backends()],
@@ -98,12 +98,11 @@ def launch(
     ``UserMistake``, which ends all processes with one line; for an error of `tandem.io.exits` its own.
 
     Args:
-        train: The script's training; settings are all arguments by flag name, a backend's configuration included.
-        parser: The parser that made ``args``; it has ``add_arguments``, ``error(text, is_agreed=...)``, which ends the
-            process, and ``settings(args)``. An error is agreed on if all processes end with it.
+        train: The script's training; settings are all arguments by flag name, with those of a backend's configuration.
+        parser: The parser that returned ``args``; it has ``add_arguments``, ``settings(args)``, and ``error(text,
+            is_agreed=...)``, which ends the process; an error is agreed on if all processes end with it.
         args: The parsed arguments, which the script has checked.
-        previous_batch_plan: Takes an output folder and returns what ``Backend.describe`` returned when
-            the run in that folder was last started.
+        previous_batch_plan: Output folder -> what ``Backend.describe`` returned when the run there was last started.
     """
     is_new = args.fresh and not _detect_launch().is_restart
     with exit_codes(parser.error, UserMistake):
@@ -113,8 +112,8 @@ def launch(
 
 
 def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] | None = None) -> Backend:
-    """Return the chosen backend, not connected yet. Check the batch arithmetic and the configuration, and set the flags
-    in ``args`` that the backend's own configuration gives.
+    """Return the chosen backend, not connected yet, after checks of the batch arithmetic and of the configuration. Sets
+    the flags in ``args`` that the backend's own configuration gives.
 
     Args:
         args: The result of a parser to which ``add_arguments`` added the flags.
@@ -140,7 +139,7 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
         else backends[args.distributed_backend]
     )
     for other in backends.values():
-        if other is not backend and (flag := other.given_flag(args)):
+        if other is not backend and (flag := other.flag_in_use(args)):
             raise UserMistake(
                 f"{flag} is for {other.name}, but this run uses {backend.name} (--distributed_backend "
                 f"{args.distributed_backend}, started by {launch.launcher}); leave the flag out, or use {other.name}"

@@ -1,5 +1,5 @@
-"""The interface Backend: how processes are connected, and how a model is spread over them. ProcessGroup, in
-process_group.py, is these processes; Engine, in engines/base.py, is one model and its optimizer.
+"""The interface Backend: how processes are connected, and how a model is spread over them. ProcessGroup
+(process_group.py) is these processes; Engine (engines/base.py) is one model and its optimizer.
 
 A script uses only these three classes and never asks for a backend's name:
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -43,12 +44,12 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .process_group import ProcessGroup
 
 
-FILES_OF_A_PROCESS = 256  # without its connections to other processes: data, loaders, trackers, libraries
+_FILES_PER_PROCESS = 256  # of data, loaders, trackers and libraries; connections to other processes come on top
 
 
 @dataclass(frozen=True)
 class Options:
-    """How engines update; arguments and the backend's configuration are merged before anything starts."""
+    """How engines update, from the arguments and the backend's own configuration."""
 
     plan: BatchPlan
     precision: str = "fp32"  # fp32, tf32, bf16 or fp16
@@ -75,8 +76,8 @@ class Backend(ABC):
     connect, leave to disconnect.
 
     A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``launch_order``,
-    ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``install_hint`` and ``is_available``, its
-    own flags (``add_arguments``, ``given_flag``, ``configure``), and an engine of its own (``make_engine``).
+    ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``package`` and ``install_hint``, its own
+    flags (``add_arguments``, ``flag_in_use``, ``configure``), and an engine of its own (``make_engine``).
     """
 
     processes: ProcessGroup
@@ -85,7 +86,10 @@ class Backend(ABC):
     name: ClassVar[str]
     launch_order: ClassVar[int]
     """``auto`` takes the first backend, in this order, that was launched."""
+    package: ClassVar[str] = ""
+    """The Python package that it needs besides PyTorch."""
     install_hint: ClassVar[str] = ""
+    """The command that installs the package."""
     training_flags: ClassVar[tuple[str, ...]] = ()
     """Names of its flags that have no effect in a script that trains nothing."""
     sockets_per_process: ClassVar[int] = 0
@@ -96,11 +100,9 @@ class Backend(ABC):
         self._can_compile = False  # not checked yet
         self.total_updates: int | None = None
         """Number of updates of the run, if it is set before ``wrap``."""
-        self._own_flags = [getattr(args, name) for name in self.training_flags]
-        self._launchers = self._launcher_processes()
+        self._own_flag_values = [getattr(args, name) for name in self.training_flags]
+        self._initial_launcher_pids = self._launcher_pids()
         self._after_leaving: list[Callable[[], None]] = []
-
-    # What a backend defines.
 
     @classmethod
     @abstractmethod
@@ -116,14 +118,14 @@ class Backend(ABC):
         """Disconnect. If not ``gracefully``, an error has happened and a process may be gone, so wait for none."""
 
     def remove_time_limit(self) -> None:
-        """From now on collectives have no time limit, and only the watchdog ends the job if a process does not come:
-        one process may write for hours, and time in which the whole job was frozen does not count."""
+        """From now on collectives wait without a time limit, and only the watchdog ends the job: one process may write
+        for hours, and time in which the whole job was frozen does not count."""
         return
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether the packages that the backend needs can be imported; does not import them."""
-        return True
+        """Whether ``package`` is installed; does not import it."""
+        return not cls.package or importlib.util.find_spec(cls.package) is not None
 
     @classmethod
     def add_arguments(cls, parser: Any) -> None:
@@ -131,8 +133,9 @@ class Backend(ABC):
         return
 
     @classmethod
-    def given_flag(cls, args: argparse.Namespace) -> str | None:
-        """A flag that the user gave and that only this backend understands, or None. Other backends refuse it."""
+    def flag_in_use(cls, args: argparse.Namespace) -> str | None:
+        """A flag of this backend alone that is set to something else than its default, or None. Other backends refuse
+        it."""
         return None
 
     @classmethod
@@ -145,17 +148,15 @@ class Backend(ABC):
         return
 
     def make_engine(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Engine:
-        """The engine of ``wrap``, with its ``name`` and ``max_grad_norm``; by default each process holds the whole
-        model."""
+        """The engine that ``wrap`` returns, with its ``name`` and ``max_grad_norm``; by default each process holds the
+        whole model."""
         from tandem.distributed.engines.replicated import ReplicatedEngine
 
         return ReplicatedEngine(self.processes, self.options, model, optimizer, **options)
 
-    def _launcher_processes(self) -> Any:
-        """Identifies the processes that started this one: the value changes when one of them ends."""
+    def _launcher_pids(self) -> Any:
+        """The ids of the processes that started this one; they change when one of those ends."""
         return os.getppid()
-
-    # Connecting.
 
     def __enter__(self) -> Backend:
         from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
@@ -168,7 +169,7 @@ class Backend(ABC):
             use_deterministic_kernels(compiled=options.compile)
         self._signals = Signals(self._is_orphan, is_root=launch.is_root, launcher=launch.launcher)
         try:
-            file_count = FILES_OF_A_PROCESS + self.sockets_per_process * launch.world_size
+            file_count = _FILES_PER_PROCESS + self.sockets_per_process * launch.world_size
             if (limit_text := allow_open_files(file_count)) and launch.local_rank == 0:
                 say(f"rank {launch.rank} of {launch.world_size}: {limit_text}")
             device, comm, is_restart = self.connect()
@@ -190,46 +191,46 @@ class Backend(ABC):
             if isinstance(error, ImportError) and self.install_hint:
                 text += f"; install it again with `{self.install_hint}`"
             if not isinstance(error, ValueError | ImportError):
-                # A port that is in use or a machine that is missing may be temporary: the next start may succeed.
+                # The cause may be temporary, as a port in use or a missing machine: the next start may succeed.
                 say(f"stopped: {text}")
                 raise Failed(text) from error
-            if not launch.is_root:  # the root prints only its own error, and may not have one
+            if not launch.is_root:  # only the root's own error is printed by the caller
                 say(f"error: {text}")
             raise UserMistake(text) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         is_done = error is None or isinstance(error, SystemExit | Ended)
-        # All processes raise these errors together, so a graceful disconnect cannot hang.
+        # All processes raise these errors, so a graceful disconnect cannot hang.
         is_mistake = isinstance(error, UserMistake)
-        is_mutual = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
+        is_on_all_ranks = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
         stop_error, is_graceful, processes = None, False, self.processes
         try:
             stop_error = processes.watchdog.explain(error)
             if stop_error is not None and (processes.is_root or stop_error.on_one_rank):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stop_error}")
-            # Do not wait after a mistake: processes that have not met it would come only after the time limit.
-            is_graceful = is_mistake or ((is_done or is_mutual) and self._all_are_done())
+            # Do not wait after a mistake: a process without it would reach the barrier only after the time limit.
+            is_graceful = is_mistake or ((is_done or is_on_all_ranks) and self._all_are_done())
         finally:
-            processes.watchdog.stop(None if is_done or is_mutual else error)
-            # Before signals have their effect again: launchers send SIGTERM as soon as a process has ended.
+            processes.watchdog.stop(None if is_done or is_on_all_ranks else error)
+            # Before signals end this process again: launchers send SIGTERM as soon as another process has ended.
             processes.watchdog.wait_for_writes()
             self._signals.close()
             self.disconnect(is_graceful)
         if stop_error is not None:
-            if stop_error.on_one_rank and processes.world_size > 1:  # else only the launcher would bound the exit
+            if stop_error.on_one_rank and processes.world_size > 1:  # else the exit may hang until the launcher kills
                 for stream in (sys.stdout, sys.stderr):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
                 processes.watchdog.exit_process()
             raise Failed(str(stop_error)) from error
-        for work in self._after_leaving if is_done else ():
-            work()
+        for task in self._after_leaving if is_done else ():
+            task()
 
     def _all_are_done(self) -> bool:
         """Wait until all processes are done and have written their files: a launcher may kill the others when one ends.
-        If one was lost, print that and return False, because this one is done."""
+        If one is lost meanwhile, print that and return False."""
         processes = self.processes
         processes.watchdog.wait_for_writes()
         try:
@@ -240,19 +241,19 @@ class Backend(ABC):
             return False
         return True
 
-    def after_leaving(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on this process when it has left the others, if nothing failed. The work may take any time,
-        because no process waits for it, and signals end it."""
-        self._after_leaving.append(work)
+    def after_leaving(self, task: Callable[[], None]) -> None:
+        """Call ``task`` on this process after it has disconnected, if nothing failed. It may take any time, because no
+        process waits for it; signals end it."""
+        self._after_leaving.append(task)
 
     def _agree_on_plan(self, comm: Communicator) -> None:
         options, plan = self.options, self.options.plan
         own_settings = [
             plan.global_batch_size, plan.asked_grad_accum_steps, plan.world_size, plan.batch_parts, options.precision,
-            options.reduce_precision, options.compile, *self._own_flags,
+            options.reduce_precision, options.compile, *self._own_flag_values,
         ]  # fmt: skip
         all_settings = comm.gather_objects([*own_settings, plan.grad_accum_steps])
-        # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
+        # A machine that joins a run with --fresh does not know that the run accumulates over more steps than its flag.
         if (steps := max(settings[-1] for settings in all_settings)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*other_settings, _) in enumerate(all_settings):
@@ -267,9 +268,16 @@ class Backend(ABC):
     def wrap(
         self, model: nn.Module, optimizer: Optimizer, *, name: str = "model", max_grad_norm: float | None = None
     ) -> Engine:
-        """Spread a model over the processes; return its engine. Never alters weights, moments or step counts.
-        ``name`` is distinct for every engine; ``max_grad_norm`` overrides --max_grad_norm. Raises UserMistake if the
-        model is to be compiled, and this machine cannot. Collective."""
+        """Spread a model over the processes and return its engine. Weights, moments and step counts stay as they are.
+        Collective.
+
+        Args:
+            name: Distinct for every engine.
+            max_grad_norm: Instead of --max_grad_norm.
+
+        Raises:
+            UserMistake: --compile is set, and a machine cannot compile.
+        """
         from .devices import check_compiler, choose_kernels_by_time
 
         if self.options.compile and not self._can_compile:
@@ -279,7 +287,7 @@ class Backend(ABC):
         if not (self.options.deterministic or self.options.plan.batch_parts):
             choose_kernels_by_time()
         engine = self.make_engine(model, optimizer, name=name, max_grad_norm=max_grad_norm)
-        self.remove_time_limit()  # in the groups of the engine too
+        self.remove_time_limit()  # of process groups that the engine has made
         return engine
 
     @property
@@ -315,4 +323,4 @@ class Backend(ABC):
         return autocast(self.options.precision, self.processes.device)
 
     def _is_orphan(self) -> bool:
-        return self.launch.launcher != "python" and self._launcher_processes() != self._launchers
+        return self.launch.launcher != "python" and self._launcher_pids() != self._initial_launcher_pids

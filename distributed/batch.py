@@ -13,14 +13,14 @@ from .errors import UserMistake
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch_size = micro_batch_size x grad_accum_steps x world_size, always exactly."""
+    """The sizes of an update: global_batch_size = micro_batch_size x grad_accum_steps x world_size."""
 
     global_batch_size: int
     grad_accum_steps: int
     world_size: int
     #: --grad_accum_steps: the run accumulates more if it continues on fewer processes, or uses --batch_parts.
     asked_grad_accum_steps: int
-    #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: not cut.
+    #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: no parts.
     batch_parts: int = 0
 
     @property
@@ -58,9 +58,9 @@ def plan_batches(
 ) -> BatchPlan:
     """Distribute the samples of an update over processes and accumulation steps.
 
-    ``previous_batch_plan`` describes the processes that trained this run before. If more of them trained the same batch
-    with the same flags, each now gets more samples per update; accumulation grows so that none holds more samples at a
-    time.
+    ``previous_batch_plan`` is the ``Backend.describe`` of the run's last start. If more processes trained the same
+    batch with the same flags then, each now gets more samples per update, and accumulates over more steps, so that none
+    holds more samples at a time.
 
     ``batch_parts`` above 0 fixes the micro-batch: every process accumulates over its share of the parts, which must
     divide by ``grad_accum_steps``.
@@ -71,34 +71,33 @@ def plan_batches(
     """
     if batch_parts:
         return _plan_parts(global_batch_size, grad_accum_steps, world_size, batch_parts)
-    unit = grad_accum_steps * world_size
-    if global_batch_size % unit:
-        micro_batch_hint = f", or {global_batch_size * unit} for micro-batches of {global_batch_size} on each process"
-        raise UserMistake(
-            f"--batch_size {global_batch_size} is the number of samples per update over all processes and does not "
-            f"divide: {global_batch_size} / ({counted(world_size, 'process')} x "
-            f"{counted(grad_accum_steps, 'accumulation step')}) = "
-            f"{global_batch_size / unit:.12g}; use --batch_size {_nearest(global_batch_size, unit)}"
-            f"{micro_batch_hint if grad_accum_steps > 1 else ''}"
-        )
+    note, size_hint = " is the number of samples per update over all processes and", ""
+    if grad_accum_steps > 1:
+        size = global_batch_size * grad_accum_steps * world_size
+        size_hint = f", or {size} for micro-batches of {global_batch_size} on each process"
+    _check_divides("--batch_size", global_batch_size, grad_accum_steps, world_size, note, size_hint)
     accumulation_steps = _needed_steps(global_batch_size, grad_accum_steps, world_size, previous_batch_plan or {})
     return BatchPlan(global_batch_size, accumulation_steps, world_size, asked_grad_accum_steps=grad_accum_steps)
 
 
 def _plan_parts(batch_size: int, flag_steps: int, world_size: int, parts: int) -> BatchPlan:
-    unit = flag_steps * world_size
-    if parts % unit:
-        raise UserMistake(
-            f"--batch_parts {parts} does not divide: {parts} / ({counted(world_size, 'process')} x "
-            f"{counted(flag_steps, 'accumulation step')}) = "
-            f"{parts / unit:.12g}; use --batch_parts {_nearest(parts, unit)}"
-        )
+    _check_divides("--batch_parts", parts, flag_steps, world_size)
     if batch_size % parts:
         raise UserMistake(
             f"--batch_size {batch_size} does not divide into --batch_parts {parts}: {batch_size} / {parts} = "
             f"{batch_size / parts:.12g}; use --batch_size {_nearest(batch_size, parts)}"
         )
     return BatchPlan(batch_size, parts // world_size, world_size, asked_grad_accum_steps=flag_steps, batch_parts=parts)
+
+
+def _check_divides(flag: str, number: int, steps: int, world_size: int, note: str = "", hint: str = "") -> None:
+    unit = steps * world_size
+    if number % unit:
+        divisor = f"({counted(world_size, 'process')} x {counted(steps, 'accumulation step')})"
+        raise UserMistake(
+            f"{flag} {number}{note} does not divide: {number} / {divisor} = {number / unit:.12g}; use {flag} "
+            f"{_nearest(number, unit)}{hint}"
+        )
 
 
 def _nearest(number: int, unit: int) -> str:
@@ -108,7 +107,8 @@ def _nearest(number: int, unit: int) -> str:
 
 
 def _needed_steps(batch_size: int, flag_steps: int, world_size: int, previous: Mapping[str, Any]) -> int:
-    """The fewest accumulation steps with which micro-batches are no larger than before."""
+    """The fewest accumulation steps with which micro-batches are no larger than in the ``previous`` plan, if that had
+    the same flags."""
     flags = (batch_size, flag_steps)
     has_same_flags = (previous.get("batch_size"), previous.get("asked_grad_accum_steps")) == flags
     limit = previous.get("micro_batch_size")

@@ -1,4 +1,4 @@
-"""Collective operations, built on the two primitives that each backend implements."""
+"""Collective operations, built on two that each backend defines: all-reduce and all-gather."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Handle(Protocol):
 
 
 class Communicator:
-    """Collectives, built on two that a backend defines: ``all_reduce_`` and ``all_gather``. Every process calls them in
-    the same order, with the same ``name``. This class itself is the communicator of a single process,
-    whose all-reduces are done at once: it is their handle, too.
+    """Collectives of a single process, and the base class of other communicators, which define ``all_reduce_`` and
+    ``all_gather``. Every process calls collectives in the same order, with the same ``name``.
 
     Objects and numbers are exchanged between the CPUs, through Gloo: NCCL would queue them behind the device's other
     work, and the host would wait for that."""
@@ -31,7 +30,7 @@ class Communicator:
     world_size = 1
 
     def wait(self) -> None:
-        """A sum over one process is done at once."""
+        """Return at once: for a single process, this object is the handle of its all-reduces."""
 
     def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
         """Start summing ``tensor`` over the processes, in place; done when the handle's ``wait`` returns."""
@@ -77,11 +76,11 @@ class Communicator:
         return _Gather.apply(tensor, self, sizes)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
+        """The values of all processes, by rank. They are sent as JSON, not pickled."""
         return [_decode_json(text) for text in self._all_gather_ragged(_encode_json(value))]
 
     def broadcast_object(self, value: Any) -> Any:
-        """The root's JSON-able value. Each process receives this value alone, however many processes there are."""
+        """The root's JSON value. What a process receives does not grow with the number of processes."""
         own = _encode_json(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = int(self.sum_scalars({"size": len(own)})["size"])
         return _decode_json(self._join_bytes(own, 0, size))
@@ -94,7 +93,8 @@ class Communicator:
         largest, total = max(sizes), sum(sizes)
         if not total:
             return [tensor] * self.world_size
-        if 2 * total < self.world_size * largest:  # few processes have most of it; a sum sends every byte twice
+        if 2 * total < self.world_size * largest:
+            # Few processes have most rows: send no padding, although a sum sends every byte twice.
             row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
             own = tensor.contiguous().view(-1).view(torch.uint8)
             all_bytes = self._join_bytes(own, sum(sizes[: self.rank]) * row_bytes, total * row_bytes)
@@ -104,12 +104,12 @@ class Communicator:
         return [rows[:size] for rows, size in zip(self.all_gather(padded), sizes, strict=True)]
 
     def _join_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
-        """uint8 (total,): the bytes of all processes, each from its ``start`` on; they must not overlap."""
+        """uint8 (total,): the ``own`` bytes of all processes, at the ``start`` of each; they must not overlap."""
         words = torch.zeros(math.ceil(total / 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
         all_bytes = words.view(torch.uint8)[:total]
         all_bytes[start : start + len(own)] = own
         if total:
-            self.all_reduce_(words, "sum_of_bytes").wait()  # no two processes set the same bit, so no addition carries
+            self.all_reduce_(words, "sum_of_bytes").wait()  # exact, because no two processes set the same bit
         return all_bytes
 
 

@@ -1,4 +1,4 @@
-"""The device on which a process computes, and settings of PyTorch and of the machine."""
+"""The device of a process, and settings of PyTorch and of the machine: precision, threads, kernels, open files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .errors import first_line
 
 
 def local_device(local_rank: int, launcher: str = "python") -> torch.device:
-    """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. A process may see only one GPU,
-    its own: by ``--gpus-per-task 1`` if ``launcher`` is srun, or by a wrapper that sets CUDA_VISIBLE_DEVICES.
+    """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. A process may see its own GPU
+    alone: by ``--gpus-per-task 1`` if ``launcher`` is srun, or by a wrapper that sets CUDA_VISIBLE_DEVICES.
 
     Raises:
         ValueError: more processes than GPUs on this machine, unless `gpus_are_shared`.
@@ -41,14 +41,13 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
 
 
 def gpus_are_shared() -> bool:
-    """Whether TANDEM_SHARE_GPU=1 is in the environment: several processes may then train on one GPU, to test on a
-    machine with a single GPU that they compute the same as one process. They communicate through Gloo, because NCCL
-    refuses two processes on one GPU. A training run has no use for it: it would only be slower."""
+    """Whether TANDEM_SHARE_GPU=1 is in the environment, for tests on a machine with a single GPU: several processes
+    then train on it. They communicate through Gloo, because NCCL refuses two processes on one GPU."""
     return os.environ.get("TANDEM_SHARE_GPU") == "1"
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """Identifies the GPU among those of all machines; None for a CPU, and where PyTorch does not know it."""
+    """An id of the GPU among those of all machines; None for a CPU, and where PyTorch has none."""
     if device.type == "cpu":
         return None
     get_properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)
@@ -58,11 +57,11 @@ def gpu_id(device: torch.device) -> str | None:
     return f"{uuid} {visible}" if uuid and visible.startswith("MIG-") else uuid and str(uuid)
 
 
-def shared_gpu_error(by_rank: Sequence[str | None]) -> str | None:
-    """One line that names two processes of one GPU, over which NCCL would fail; None if there are none. ``by_rank``
-    holds what ``gpu_id`` returned on each process."""
+def shared_gpu_error(gpu_ids: Sequence[str | None]) -> str | None:
+    """One line that names two processes with the same `gpu_id`, by rank, over which NCCL would fail; None if there are
+    none."""
     ranks: dict[str, int] = {}
-    for rank, gpu in enumerate(by_rank):
+    for rank, gpu in enumerate(gpu_ids):
         if gpu is not None and ranks.setdefault(gpu, rank) != rank:
             return (
                 f"ranks {ranks[gpu]} and {rank} share one GPU, {gpu}; start one process per GPU, and let all processes "
@@ -72,8 +71,8 @@ def shared_gpu_error(by_rank: Sequence[str | None]) -> str | None:
 
 
 def allow_open_files(needed: int) -> str | None:
-    """Raise the limit of files and sockets that this process may open to ``needed``, if it is lower. Returns one line
-    if the machine does not allow that many; the limit is then as high as it allows."""
+    """Raise this process's limit of open files and sockets to ``needed``, if it is lower. Returns one line if the
+    machine does not allow that many; the limit is then the highest that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -87,24 +86,23 @@ def allow_open_files(needed: int) -> str | None:
 
 
 def use_tf32(precision: str) -> None:
-    """Set which fp32 products a GPU may round to TF32, which keeps 10 of the 23 bits of the mantissa: with "fp32" none,
-    with "tf32" all. With "bf16" and "fp16" the convolutions that autocast leaves in fp32, such as those of a gradient
-    penalty: they still keep more bits than bf16. Matrix products, such as distances to codes, stay fp32 then. (PyTorch
-    begins with this setting.)"""
+    """Set which fp32 operations a GPU may round to TF32, which has 10 of the 23 bits of the mantissa: with "fp32" none,
+    with "tf32" matrix products and convolutions. With "bf16" and "fp16", as by PyTorch's default, only convolutions
+    that autocast leaves in fp32, such as those of a gradient penalty; products such as distances to codes stay fp32."""
     # Not by the newer fp32_precision: torch.compile reads these names, and PyTorch 2.15 raises if both are used.
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
 def use_one_thread() -> None:
-    """From here on PyTorch computes in one CPU thread: the rounding of a sum depends on the number of threads, and
-    launchers set different numbers (torchrun sets OMP_NUM_THREADS=1, others set nothing)."""
+    """Let PyTorch compute in one CPU thread: the rounding of a sum depends on the number of threads, and launchers set
+    different numbers (torchrun sets OMP_NUM_THREADS=1, others set nothing)."""
     torch.set_num_threads(1)
 
 
 def available_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
-    """How many CPU threads this process may keep busy: OMP_NUM_THREADS if it is more than 1, else its part of the cores
-    that it shares with other processes. (torchrun sets 1 by default.) Collective."""
+    """How many CPU threads this process may use: OMP_NUM_THREADS if it is more than 1 (torchrun sets 1 by default),
+    else its share of the cores that it has in common with other processes. Collective."""
     if hasattr(os, "sched_getaffinity"):
         cores = os.sched_getaffinity(0)
     else:  # macOS ties no process to cores
@@ -129,13 +127,14 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def choose_kernels_by_time() -> None:
-    """From here on cuDNN tries all its kernels for each new shape of a convolution, and keeps the fastest. Kernels may
-    round differently, so processes may get different bits; tools that do not train leave it off."""
+    """Let cuDNN time all its kernels for each new shape of a convolution, and use the fastest. Kernels may round
+    differently, so processes may compute different bits; tools that do not train leave it off."""
     torch.backends.cudnn.benchmark = True
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile something small. Raises ValueError, in one line, if that fails: PyTorch's own error has a hundred."""
+    """Compile a small module. Raises ValueError, in one line, if that fails: PyTorch's own error has a hundred
+    lines."""
     module = torch.nn.Sigmoid()
     module.compile()
     try:
@@ -151,8 +150,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 def use_deterministic_kernels(compiled: bool = False) -> None:
-    """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility).
-    With ``compiled``, this includes the operations that torch.compile generates."""
+    """Let every operation give the same bits each time, or raise (PyTorch's notes on reproducibility); with
+    ``compiled`` also those that torch.compile generates."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     if compiled:
         torch.use_deterministic_algorithms(True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Gloo's errors name places in its C++ source; they end, as Horovod's do, with guesses at causes, mostly wrong ones.
+# Places in C++ source, which Gloo's errors name, and the ends of Gloo's and Horovod's errors: mostly wrong guesses at
+# causes.
 _FOR_DEVELOPERS = re.compile(
     r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*|\s*This (?:is typically|was) caused by an? .*"
 )

@@ -12,7 +12,7 @@ from .collectives import Communicator
 
 
 class HorovodCommunicator(Communicator):
-    """Only sums, because Horovod's averages truncate integers. Horovod refuses bf16, but Tandem never sends bf16."""
+    """Collectives of Horovod. All-reduces are sums, because Horovod's averages truncate integers."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = hvd.rank(), hvd.size()
@@ -32,8 +32,8 @@ class _HorovodHandle:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """What the collective returns. Horovod's own wait never sleeps; on CPUs it would take time from the processes
-        that it waits for, and from loader workers."""
+        """The collective's result. Horovod's own wait never sleeps; on CPUs it would take time from the processes that
+        it waits for, and from loader workers."""
         if self._handle is not None:
             pause = 1e-4  # seconds
             while self._is_on_cpu and not hvd.poll(self._handle):

@@ -1,4 +1,4 @@
-"""Which launcher started this process: read from the environment, before anything heavy is imported.
+"""Which launcher started this process, and with which rank: read from the environment, before PyTorch is imported.
 
 Sources: torchrun (pytorch.org, "Environment Variables"), DeepSpeed ``launcher/launch.py``, Horovod
 ``runner/gloo_run.py``, SLURM ``srun`` ("OUTPUT ENVIRONMENT VARIABLES") and Open MPI (``OMPI_COMM_WORLD_*``).
@@ -45,7 +45,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if environ is None else environ
     if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
         return Launch("horovodrun", *_read_ranks(env, "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"))
-    # Some job scripts export only WORLD_SIZE, so it shows torchrun only together with another of torchrun's variables.
+    # Some job scripts export only WORLD_SIZE, so WORLD_SIZE alone does not show torchrun.
     if "RANK" in env or ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
         # The deepspeed launcher sets torchrun's variables and two of its own.
         is_deepspeed = "CROSS_RANK" in env and "LOCAL_SIZE" in env and "TORCHELASTIC_RUN_ID" not in env
@@ -63,7 +63,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     if _read_integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         ranks = _read_ranks(env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
         host = env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", ""))
-        # Two jobs on one node need different ports.
+        # From the job's number, because two jobs on one node need different ports.
         port = _read_integer(env, "MASTER_PORT", 20000 + _read_integer(env, "SLURM_JOB_ID", 0) % 20000)
         return Launch("srun", *ranks, host, port, _is_restart(env))
     return Launch("python", is_restart=_is_restart(env))
@@ -78,15 +78,15 @@ def _master(env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _is_restart(env: Mapping[str, str]) -> bool:
-    """torchrun counts how often it started the processes again, SLURM how often it requeued the job."""
+    """Whether torchrun has started the processes again, or SLURM has requeued the job."""
     return any(_read_integer(env, f"{launcher}_RESTART_COUNT", 0) > 0 for launcher in ("TORCHELASTIC", "SLURM"))
 
 
 def torchrun_id() -> str | None:
-    """A text that identifies the torchrun that started this process on this machine, the same after its restarts; None
-    if no torchrun did. --rdzv_id does not identify it, because several launches may have the same."""
+    """A text that identifies the torchrun that started this process, the same after its restarts; None if no torchrun
+    did. (Several launches may have the same --rdzv_id.)"""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        with contextlib.suppress(OSError, IndexError):  # not Linux, or the launcher is gone
+        with contextlib.suppress(OSError, IndexError):  # not Linux, or the launcher has ended
             boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             launcher = os.getppid()
             ticks = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime

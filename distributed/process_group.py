@@ -54,8 +54,8 @@ class ProcessGroup:
     def is_root(self) -> bool:
         return self.rank == 0
 
-    def torchruns(self) -> list[str]:
-        """Identifies each torchrun that started some of these processes (`torchrun_id`). Collective."""
+    def torchrun_ids(self) -> list[str]:
+        """The `torchrun_id` of each torchrun that started some of these processes, sorted. Collective."""
         return sorted({launcher_id for launcher_id in self.gather_objects(torchrun_id()) if launcher_id})
 
     @contextmanager
@@ -79,9 +79,8 @@ class ProcessGroup:
         return self.sum(value) / self.world_size
 
     def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may differ. The gradient is
-        the one that a single process with all rows would compute. Where all processes know the ``sizes`` by rank, the
-        host need not wait for the device to exchange them."""
+        """`Communicator.gather`: concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may
+        differ. Differentiable. If all processes know the ``sizes`` by rank, the host need not wait to exchange them."""
         with self._in_collective("gathering over the processes"):
             return self.comm.gather(tensor, sizes)
 
@@ -119,7 +118,7 @@ class ProcessGroup:
         except (ValueError, OSError) as error:
             mistake = first_line(error)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, TrainingStopped) or not lacks_memory(error):  # the first: the job ends already
+            if isinstance(error, TrainingStopped) or not lacks_memory(error):  # TrainingStopped: the job ends already
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.barrier()
@@ -131,16 +130,16 @@ class ProcessGroup:
                 raise error_type(text if rank == 0 else f"{text} (on rank {rank})")
 
     def say(self, text: str, *, file: TextIO | None = None) -> None:
-        """The root prints a line, which may quote a file, to ``file`` (default: stdout)."""
+        """Print a line on the root, to ``file`` (default: stdout), with ? in the place of control characters."""
         if self.is_root:
             print(printable(text), file=file, flush=True)
 
     def heartbeat(self, phase: str, *, is_uninterrupted: bool = False) -> None:
-        """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too.
+        """Report to the watchdog that this process begins ``phase``; engines and collectives report theirs.
 
         Args:
-            is_uninterrupted: The phase cannot call this, such as a user's function or a write. It may take any time
-                while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
+            is_uninterrupted: The phase contains no further heartbeat, as a user's function or a write. It may take any
+                time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
                 timeout.
         """
         self.watchdog.heartbeat(phase, writes=is_uninterrupted)
@@ -153,8 +152,8 @@ class ProcessGroup:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """A ValueError or CannotGoOn inside, on this process alone, ends the job: this process prints the reason, the
-        others print which process they lost."""
+        """Context of the phase "waiting for ``what``". A ValueError or CannotGoOn inside, on this process alone, ends
+        the job: this process prints the reason, the others print which process they lost."""
         self.watchdog.heartbeat(f"waiting for {what}", waits_for_data=True)
         try:
             yield
@@ -164,15 +163,15 @@ class ProcessGroup:
 
     @contextmanager
     def waiting_for_workers(self) -> Iterator[None]:
-        """This process waits for its loader processes, which may hang. A signal that asks to stop ends the wait of a
-        single process at once, with AskedToStop: it is between two updates and can save. Of several processes, others
-        may be inside an update; there the watchdog ends the job if nothing comes within half a minute."""
-        interruption = self._signals.raised() if self.world_size == 1 else contextlib.nullcontext()
+        """Context in which this process waits for its loader processes, which may hang. A signal that asks to stop ends
+        the wait of a single process at once, with AskedToStop: it is between two updates and can save. Of several
+        processes, others may be inside an update; then the watchdog ends the job if no data comes within 30 s."""
+        interruption = self._signals.interruptible() if self.world_size == 1 else contextlib.nullcontext()
         with self.watchdog.loading(), interruption:
             yield
 
     def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
-        """``items``, each fetched inside ``waiting_for(what)``."""
+        """Yield ``items``; each is fetched inside ``waiting_for(what)``."""
         with self.waiting_for(what):
             iterator = iter(items)
         while True:
@@ -183,11 +182,11 @@ class ProcessGroup:
             yield item
 
     def before_update(self, wait: Callable[[], None]) -> None:
-        """Call ``wait`` once before the next weight update: a checkpoint's copy must be finished by then."""
+        """Call ``wait`` once before the next update: a checkpoint's copy of the weights must be finished by then."""
         self._before_update.append(wait)
 
     def finish_copies(self) -> None:
-        """For engines: weights and moments are about to change."""
+        """Wait for the copies of `before_update`: weights and moments are about to change. For engines."""
         while self._before_update:
             self._before_update.pop()()
 
@@ -205,6 +204,6 @@ class ProcessGroup:
         return answer
 
     def about_to_update(self) -> None:
-        """For engines: an update is about to change weights and moments, and from now on there is something to save."""
+        """An update is about to change weights and moments; from now on there is something to save. For engines."""
         self._signals.enable_saving()
         self.finish_copies()

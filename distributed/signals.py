@@ -1,11 +1,12 @@
-"""Signals that ask a run to stop: each process receives its own, and all stop after the same update.
+"""Signals that ask a run to stop, and the agreement of all processes to stop after the same update.
 
-A thread receives them too, at once: while the main thread waits in C++, as in a collective, Python runs no handlers.
+A thread receives the signals too: while the main thread waits in C++, as in a collective, Python runs no handlers.
 
-A scheduler may signal one process, some, or all, at different moments. Each process adds its flag to a sum over the
-processes, so that all stop after the same update: to the last sum of gradients of each update, or, where there is none,
-to an asynchronous sum of its own that all processes read one call later. No update waits for it. Before something that
-takes long, such as a validation, and at each of its batches the processes wait for a sum instead.
+A scheduler may signal one process, some, or all, at different moments. So the processes sum a flag, 1 for a process
+that was asked to stop, and all stop after the same update. The flag is summed with the last bucket of gradients of each
+update, or, where there are no such buckets, by an asynchronous sum that all processes read one call later; no update
+waits for it. Before something that takes long, such as a validation, and at each of its batches the processes wait for
+a sum instead.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.devices import has_pinned_memory
-from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
-from tandem.io.writing import say, tell
+from tandem.devices import has_pinned_memory, start_copy_to_host
+from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, exit_process
+from tandem.io.writing import say
 
 from .collectives import Communicator, Handle
 
@@ -33,45 +34,45 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The processes of deepspeed have its terminal; torchrun and horovodrun start theirs in sessions of their own.
 _TERMINAL_LAUNCHERS = ("python", "deepspeed")
-_JOB_WIDE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # mostly through the launcher
-_WAKE_UP = b"\0"  # the number of no signal
+_JOB_WIDE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that launchers mostly pass on to all processes
+_WAKE_UP = b"\0"  # no signal has this number
 _ORPHAN_CHECK_SECONDS = 1.0
-_VERDICT_SECONDS = 3.0  # for a verdict of the watchdog: launchers ask processes to stop if one is lost
+_VERDICT_SECONDS = 3.0  # to wait for the watchdog's verdict: launchers ask processes to stop if one is lost
 
 
-# Weak: functions that are registered for forks are never released, and would keep a whole run.
+# Weak references, because functions that are registered for forks are never released, and would keep a whole run.
 _open_instances: weakref.WeakSet[Signals] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _close_all_in_child() -> None:
     for signals in list(_open_instances):
-        signals.forget()
+        signals.close_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 class Signals:
     """Handles `SIGNALS` from the constructor until ``close``, except a SIGHUP that is ignored, as under nohup.
 
-    Until ``enable_saving`` a signal ends this process, because there is nothing to save, unless the watchdog knows a
-    better reason. Later it is added to ``received``, the root prints at once that it was asked to stop, and a second
-    SIGINT ends the process. Processes that are forked meanwhile, such as a pool of a user's dataset, get the default
-    handlers.
+    Until ``enable_saving`` a signal ends this process, because there is nothing to save, unless the watchdog has
+    another reason for the end. Later a signal is added to ``received``, the root prints at once that it was asked to
+    stop, and a second SIGINT ends the process. Processes that are forked meanwhile, such as a pool of a user's dataset,
+    get the default handlers.
 
     Args:
-        is_orphan: Whether the launcher is gone, which before ``enable_saving`` counts as a signal.
-        is_root: Whether this process speaks for all.
-        launcher: That of `Launch`. Each Ctrl-C in the terminal reaches the processes of ``_TERMINAL_LAUNCHERS``.
+        is_orphan: Returns whether the launcher is gone, which before ``enable_saving`` counts as a signal.
+        is_root: Whether this process prints for all.
+        launcher: `Launch.launcher`. A Ctrl-C in the terminal reaches the processes of ``_TERMINAL_LAUNCHERS``.
     """
 
     def __init__(self, is_orphan: Callable[[], bool], *, is_root: bool, launcher: str = "python") -> None:
         self.is_orphan, self._is_root, self._launcher = is_orphan, is_root, launcher
         #: The signals that ask the run to stop.
         self.received: set[int] = set()
-        #: It gets the signals, too; None until it is created.
+        #: Is notified of signals; None until it is created.
         self.watchdog: Watchdog | None = None
-        self._can_save = self._is_closed = self._has_announced = self._is_raised = False
+        self._can_save = self._is_closed = self._has_announced = self._is_interruptible = False
         self._announce_lock = threading.Lock()
         self._interrupts = 0
         self._read_fd, self._write_fd = os.pipe()
@@ -91,38 +92,38 @@ class Signals:
         self._can_save = True
 
     def announce_stop(self) -> None:
-        """All processes have agreed to stop, so none is lost. Print that before the run prints that it has saved."""
+        """Print that the run was asked to stop, unless that was printed; called when all processes have agreed."""
         self._announce_once(min(self.received, default=None))
 
     @contextlib.contextmanager
-    def raised(self) -> Iterator[None]:
-        """A signal that asks to stop ends the body with AskedToStop, wherever that waits. Called by the main thread."""
-        self._is_raised = True
+    def interruptible(self) -> Iterator[None]:
+        """Context that a signal ends at once, with AskedToStop, even while its body waits. For the main thread."""
+        self._is_interruptible = True
         try:
             if self.received:
                 raise AskedToStop
             yield
         finally:
-            self._is_raised = False
+            self._is_interruptible = False
 
     def close(self) -> None:
-        """Handle the signals that have come, and restore the earlier handlers."""
+        """Handle the signals that were received, and restore the earlier handlers."""
         if self._is_closed:
             return
         self._is_closed = True
         signal.set_wakeup_fd(self._previous_wakeup_fd)
         for number, handler in self._previous_handlers.items():
-            if handler is not None:  # Python cannot give back a handler that C has set
+            if handler is not None:  # None: a handler that was set in C, which Python cannot restore
                 signal.signal(number, handler)
-        os.write(self._write_fd, _WAKE_UP)  # closing it would not wake the thread: forked processes may hold it open
+        os.write(self._write_fd, _WAKE_UP)  # closing would not wake the thread: forked processes may hold the pipe open
         self._thread.join()
         os.close(self._read_fd)
         os.close(self._write_fd)
 
     def _handle(self, number: int, frame: Any) -> None:
         self._record(number)
-        if self._is_raised and self.received:
-            self._is_raised = False
+        if self._is_interruptible and self.received:
+            self._is_interruptible = False
             raise AskedToStop
 
     def _record(self, number: int) -> None:
@@ -138,40 +139,40 @@ class Signals:
                 if byte == _WAKE_UP:
                     return
                 if byte[0] in self._previous_handlers:
-                    self._hear(signal.Signals(byte[0]))
+                    self._on_signal(signal.Signals(byte[0]))
                 continue
             if not self._can_save and self.is_orphan():
-                self._end_start_up("the launcher is gone")
+                self._end_before_saving("the launcher is gone")
             if self.watchdog and self._is_root:
                 self.watchdog.report_loading()
 
-    def _hear(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self.watchdog:
-            self.watchdog.hear_signal(number)
+            self.watchdog.notify_signal(number)
         if not self._can_save:
-            self._end_start_up(number.name)
-        self._record(number)  # it may have begun meanwhile
+            self._end_before_saving(number.name)
+        self._record(number)  # again: saving may have been enabled meanwhile
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
-            leave(INTERRUPTED, at_once=True)
-        # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
+            exit_process(INTERRUPTED, at_once=True)
+        # torchrun and horovodrun send SIGTERM if a process is lost: then nothing can be saved.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
         if self._can_save and self._is_root and not self._has_announced and not self._is_explained(patience):
             self._announce_once(number)
 
     def _is_explained(self, seconds: float = _VERDICT_SECONDS) -> bool:
-        """Whether the watchdog knows, now or within so many seconds, why the job ends."""
-        return self.watchdog is not None and self.watchdog.verdict_within(seconds)
+        """Whether the watchdog has a verdict, now or within so many seconds."""
+        return self.watchdog is not None and self.watchdog.wait_for_verdict(seconds)
 
-    def _end_start_up(self, reason: str) -> None:
+    def _end_before_saving(self, reason: str) -> None:
         if self._is_explained() or self._can_save:
             return
         if self._is_root:
             say(f"{reason}: stopped before there was anything to save; the same command starts again")
-        leave(ASKED_TO_STOP, at_once=True)
+        exit_process(ASKED_TO_STOP, at_once=True)
 
     def _announce_once(self, number: int | None) -> None:
-        """The root prints that it was asked to stop. ``number`` is None if it has received no signal itself."""
+        """Print that the run was asked to stop, on the root. ``number`` is None if it has received no signal itself."""
         with self._announce_lock:
             if not self._is_root or self._has_announced:
                 return
@@ -182,18 +183,19 @@ class Signals:
             elif number == signal.SIGINT:
                 consequence = "; a second Ctrl-C ends it at once, without a save"
             reason = "the launcher is gone" if self.is_orphan() else "asked to stop"
-            tell(f"{reason if number is None else signal.Signals(number).name}: saving before it stops{consequence}")
+            name = reason if number is None else signal.Signals(number).name
+            say(f"{name}: saving before it stops{consequence}", unbuffered=True)
 
     # What a forked process runs.
 
-    def forget(self) -> None:
-        """Close the descriptors, which are the parent's, and give signals their default effect."""
+    def close_in_child(self) -> None:
+        """Close the copies of the parent's descriptors, and give signals their default effect."""
         if self._is_closed:
             return
         self._is_closed = True
         os.close(self._read_fd)
         os.close(self._write_fd)
-        with contextlib.suppress(ValueError):  # another thread than the main one has forked
+        with contextlib.suppress(ValueError):  # raised in a child that another thread than the main one has forked
             signal.set_wakeup_fd(-1)
             for number in self._previous_handlers:
                 signal.signal(number, signal.SIG_DFL)
@@ -211,7 +213,7 @@ class StopRequest:
         self._is_asked = False  # by the last caller of `is_agreed`
         self._pending: tuple[torch.Tensor, Handle] | None = None
         self._has_request_arrived = self._is_summed_with_gradients = False
-        # Flags that are on their way from the device to the host, of this call and of the one before.
+        # Copies of flags to the host that are under way, with their events: of the call before, and of this one.
         self._readable_flags: list[tuple[torch.Tensor, Any]] = []
         self._copied_flags: list[tuple[torch.Tensor, Any]] = []
 
@@ -221,10 +223,9 @@ class StopRequest:
         return bool(self._received)
 
     def is_agreed(self, by_this_process: bool = False, now: bool = False) -> bool:
-        """Collective: whether all processes stop now. ``by_this_process``: this process asks them to stop. With several
-        processes a request is reported one call late, on a GPU up to two, so that nothing waits for the sum; with
-        ``now`` the call waits for a sum of its own.
-        """
+        """Whether all processes stop now; ``by_this_process`` asks them to. With several processes a request is
+        reported one call late, on a GPU up to two, so that nothing waits for the sum; with ``now`` the call waits.
+        Collective."""
         self._is_asked = by_this_process
         is_requested = by_this_process or self.is_requested_here
         if self._comm.world_size == 1:
@@ -237,25 +238,22 @@ class StopRequest:
         return (self.drain() or answer) if now else answer
 
     def contribute(self) -> bool:
-        """The flag of this process, for a sum of gradients; see ``GradientReducer``."""
+        """The flag of this process, which ``GradientReducer`` sums with the gradients."""
         self._is_summed_with_gradients = True
         return self._is_asked or self.is_requested_here
 
     def read_sum(self, total: torch.Tensor) -> None:
-        """Take the sum of the flags from the gradients' sum. On a GPU the host reads it later, without a wait."""
-        if not has_pinned_memory(total.device):
+        """Receive the sum of the flags (0-d), summed with the gradients. On a GPU the host reads it later, without a
+        wait."""
+        if has_pinned_memory(total.device):
+            self._copied_flags.append(start_copy_to_host(total))
+        else:
             self._has_request_arrived |= bool(total)
-            return
-        copy = torch.empty((), dtype=total.dtype, pin_memory=True)
-        copy.copy_(total, non_blocking=True)
-        event = torch.Event(total.device)
-        event.record()
-        self._copied_flags.append((copy, event))
 
     def _read_gradient_flags(self) -> bool:
-        """Whether a flag has come with gradients; the same on all processes after the same update."""
+        """Whether a request was summed with gradients; the same on all processes after the same update."""
         for copy, event in self._readable_flags:
-            event.synchronize()  # it was recorded an update ago, so this hardly waits
+            event.synchronize()  # recorded an update ago, so this hardly waits
             self._has_request_arrived |= bool(copy)
         self._readable_flags, self._copied_flags = self._copied_flags, []
         return self._has_request_arrived

@@ -28,7 +28,7 @@ from .devices import gpu_id, gpus_are_shared, shared_gpu_error
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# Before there is a watchdog, collectives time out a little later than it would, because its message says more.
+# Collectives of the start time out a little later than the watchdog, whose message says more.
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
@@ -39,10 +39,10 @@ _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 def init_process_group(launch: Launch, device: torch.device, timeout_minutes: float) -> bool:
-    """Join the default process group, with rank and address from the launcher. Return whether the launcher had started
-    these processes before, according to any of them."""
-    # Adam's first step imports this module. If that happened after the group exists, the module's default arguments
-    # would keep the group's threads alive, and a thread that frees a tensor while the interpreter shuts down aborts it.
+    """Join the default process group, with rank and address from the launcher. Return whether the launcher has started
+    any of these processes again after a failure."""
+    # Adam's first step imports this module. Imported after the group exists, the module's default arguments would keep
+    # the group's threads alive, and a thread that frees a tensor while the interpreter shuts down aborts it.
     import torch.distributed.nn  # noqa: F401
 
     os.environ.setdefault("MASTER_ADDR", launch.master_address)
@@ -59,11 +59,11 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         # One process needs no port, and two such runs on one machine must not collide on one.
         options["store"] = dist.HashStore()
     else:
-        _reach_store(launch, options["timeout"])
+        _wait_for_store(launch, options["timeout"])
         # PyTorch's own `rendezvous` waits for all processes without a message, and fails with a long one.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(
-            *address, is_master=launch.is_root and not _torchrun_holds_store(), timeout=options["timeout"],
+            *address, is_master=launch.is_root and not _is_store_in_torchrun(), timeout=options["timeout"],
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
         gpu = None if gpus_are_shared() else gpu_id(device)
@@ -93,32 +93,32 @@ def remove_time_limit() -> None:
 
 
 class Start(NamedTuple):
-    """One start of all processes: its number, from 1, among those that share a store, whether it is a restart, an
-    address of one of them that other machines reach, or None on a single machine, and why they cannot train together,
-    or None."""
+    """One start of all processes."""
 
-    number: int
+    number: int  # from 1, among the starts that share a store
     is_restart: bool
-    external_address: str | None = None
-    mistake: str | None = None
+    external_address: str | None = None  # of a process, as other machines reach it; None on a single machine
+    mistake: str | None = None  # why the processes cannot train together
 
 
 def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: str | None = None) -> Start:
-    """Return, the same on every process, when all processes of this start have called it.
+    """Wait until all processes of this start have called this. Returns the same on every process.
 
     torchrun keeps its store when it starts the processes again, so each start needs a prefix of its own: otherwise it
-    reads what the one before wrote. TORCHELASTIC_RESTART_COUNT cannot be that prefix, because each machine counts only
-    the failures of its own processes (pytorch/pytorch#108158).
+    would read what the start before wrote. TORCHELASTIC_RESTART_COUNT cannot be that prefix, because each machine
+    counts only the failures of its own processes (pytorch/pytorch#108158).
 
     Each process publishes a token, the address from which it reaches MASTER_ADDR and the id of its ``gpu``. The root
-    answers each with its token and a digest of the list of all tokens, again and again until every process has returned
-    the same digest with its own token: then none of them is of an earlier start. The bytes that a process sends and
-    receives do not grow with the number of processes. Raises RuntimeError after the timeout, in one line that names a
-    process that did not come. After ``REPORT_SECONDS`` the root prints which ranks are missing; if the root is
-    missing, one process of each machine prints that.
+    answers each with its token and a digest of the list of all tokens, and repeats that with each new list, until every
+    process has returned the same digest: then no token is of an earlier start. The bytes that a process sends and
+    receives do not grow with the number of processes. After ``REPORT_SECONDS`` the root prints which ranks are missing;
+    if the root is missing, one process of each machine prints that.
+
+    Raises:
+        RuntimeError: after the timeout, in one line that names a missing process.
     """
     own_token, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
-    keys, entries = [f"token/{rank}" for rank in ranks], []
+    keys, seen_keys, entries = [f"token/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks], []
     address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([own_token, launch.is_restart, address, gpu]))
     start_time, pause = time.monotonic(), 0.001
@@ -127,7 +127,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     while time.monotonic() < deadline:
         if not has_reported and time.monotonic() > start_time + REPORT_SECONDS:
             has_reported = True
-            _report_absent(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
+            _report_missing(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
         if launch.is_root and store.check(keys):
             entries = [json.loads(text) for text in store.multi_get(keys)]
             tokens = [token for token, *_ in entries]
@@ -141,7 +141,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
             if token == own_token and digest != returned_digest:
                 returned_digest = digest
                 store.set(f"seen/{launch.rank}", returned_digest)
-        if entries and _all_equal(store, [f"seen/{rank}" for rank in ranks], tokens_digest):
+        if entries and store.check(seen_keys) and set(store.multi_get(seen_keys)) == {tokens_digest.encode()}:
             number = store.add("starts", 1)
             is_restart = number > 1 or any(was_restarted for _, was_restarted, *_ in entries)
             external_address = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
@@ -153,22 +153,23 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
                 return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
-    absent = next((f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])), "another process")
-    raise RuntimeError(f"{absent} did not come within {timeout.total_seconds() / 60:g} minutes{_why_absent(launch)}")
+    missing = next((f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])), "another process")
+    raise RuntimeError(f"{missing} did not come within {timeout.total_seconds() / 60:g} minutes{_launch_hint(launch)}")
 
 
-def _report_absent(launch: Launch, absent: Sequence[int]) -> None:
+def _report_missing(launch: Launch, missing: Sequence[int]) -> None:
     """Print which processes are missing: on the root, or on one process of each machine that waits for the root."""
-    if launch.is_root if 0 not in absent else launch.local_rank == 0:
-        present_count = launch.world_size - len(absent)
-        rank_text = ", ".join(map(str, absent[:_MAX_NAMED_RANKS])) + (" ..." if len(absent) > _MAX_NAMED_RANKS else "")
+    if launch.is_root if 0 not in missing else launch.local_rank == 0:
+        present_count = launch.world_size - len(missing)
+        rank_text = ", ".join(map(str, missing[:_MAX_NAMED_RANKS]))
+        rank_text += " ..." if len(missing) > _MAX_NAMED_RANKS else ""
         count_text = f"{present_count} of {launch.world_size} processes {'has' if present_count == 1 else 'have'} come"
         address = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
-        say(f"rank {launch.rank} waits for rank {rank_text} at {address}: {count_text}{_why_absent(launch)}")
+        say(f"rank {launch.rank} waits for rank {rank_text} at {address}: {count_text}{_launch_hint(launch)}")
 
 
-def _why_absent(launch: Launch) -> str:
-    """The end of a line about missing processes: what may be wrong with the launch."""
+def _launch_hint(launch: Launch) -> str:
+    """The end of a line about missing processes: a likely mistake in the launch, or nothing."""
     if launch.launcher != "srun" or "SLURM_PTY_PORT" not in os.environ:
         return ""
     return (
@@ -177,30 +178,26 @@ def _why_absent(launch: Launch) -> str:
     )
 
 
-def _torchrun_holds_store() -> bool:
-    """Whether torchrun holds the rendezvous store."""
+def _is_store_in_torchrun() -> bool:
+    """Whether torchrun's own process has the rendezvous store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _all_equal(store: dist.Store, keys: list[str], value: str) -> bool:
-    return bool(store.check(keys)) and all(stored.decode() == value for stored in store.multi_get(keys))
-
-
-def _reach_store(launch: Launch, timeout: timedelta) -> None:
-    """Wait until the rendezvous store answers: PyTorch's own wait lasts three times as long, and prints
-    more than a line. If torchrun started the processes and nobody answers, torchrun has ended.
+def _wait_for_store(launch: Launch, timeout: timedelta) -> None:
+    """Wait until the rendezvous store answers: PyTorch's own wait lasts three times as long, and prints more than a
+    line.
 
     Raises:
-        ConnectionError: nobody answers.
+        ConnectionError: nobody answers until the timeout; or for 10 s, if torchrun has the store: it has ended then.
     """
-    torchrun_holds_store = _torchrun_holds_store()
-    if launch.is_root and not torchrun_holds_store:  # it holds the store itself
+    is_store_in_torchrun = _is_store_in_torchrun()
+    if launch.is_root and not is_store_in_torchrun:  # this process has the store
         return
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    # A machine that is busy may refuse for a moment, another one may be slow to start.
+    # A busy machine may refuse a connection for a moment, and another one may be slow to start.
     start_time, has_reported = time.monotonic(), False
     deadline = start_time + (
-        _MAX_TRIES_WITH_TORCHRUN * TRY_SECONDS if torchrun_holds_store else timeout.total_seconds()
+        _MAX_TRIES_WITH_TORCHRUN * TRY_SECONDS if is_store_in_torchrun else timeout.total_seconds()
     )
     while True:
         try:
@@ -208,10 +205,10 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                absent = "torchrun has ended"
-                if not torchrun_holds_store:
-                    absent = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"
-                raise ConnectionError(f"{absent}: nobody answers at {host}, port {port} ({error})") from None
+                cause = "torchrun has ended"
+                if not is_store_in_torchrun:
+                    cause = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"
+                raise ConnectionError(f"{cause}: nobody answers at {host}, port {port} ({error})") from None
             if not has_reported and time.monotonic() > start_time + REPORT_SECONDS and launch.local_rank == 0:
                 has_reported = True
                 say(f"rank {launch.rank} waits for rank 0: nobody answers at {host}, port {port} ({error})")
@@ -219,8 +216,8 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
 
 
 def set_gloo_interface(external_address: str) -> None:
-    """Name the network interface towards ``external_address``, unless the user has named one. Gloo listens where the
-    host name resolves to; Debian's /etc/hosts says 127.0.1.1, at which no other machine reaches it."""
+    """Let Gloo use the network interface towards ``external_address``, unless the user has named one. By default Gloo
+    listens at the address of the host name: in Debian's /etc/hosts 127.0.1.1, which no other machine reaches."""
     address = own_address(external_address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -231,7 +228,7 @@ def set_gloo_interface(external_address: str) -> None:
 
 
 def own_address(host: str) -> str | None:
-    """The IPv4 address of this machine from which packets for ``host`` leave; None if there is no way."""
+    """The IPv4 address of this machine from which packets for ``host`` leave; None without a route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # asks for the route; sends nothing
         return str(probe.getsockname()[0])
@@ -239,7 +236,7 @@ def own_address(host: str) -> str | None:
 
 
 def unreachable_own_address() -> str | None:
-    """Where the name of this machine leads to, if no other machine reaches it there; None otherwise."""
+    """The address of this machine's host name, if no other machine reaches that; None otherwise."""
     address = None
     with contextlib.suppress(OSError):
         address = str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
@@ -276,7 +273,7 @@ def leave_process_group(gracefully: bool) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait until no other thread of this process runs, but not for long.
+    """Wait until no other thread of this process runs, at most ``THREAD_WAIT_SECONDS``.
 
     FSDP's and DeepSpeed's objects keep process groups alive, whose threads free the tensors of a collective after it
     has returned. For that they need the interpreter's lock, and a thread that asks for it while the interpreter shuts
@@ -293,7 +290,7 @@ def _wait_for_threads() -> None:
 
 
 def _is_running(thread: str) -> bool:
-    """Whether a thread computes or waits for a processor (proc_pid_stat(5): R), rather than for something to happen."""
+    """Whether a thread runs or waits for a processor (state R in proc_pid_stat(5))."""
     try:
         with open(f"{_THREADS}/{thread}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] == b"R"

@@ -1,7 +1,8 @@
-"""Ends a job soon when a process is lost or stalls, and names its rank, update and activity.
+"""Sends the heartbeats of this process, and ends it when `heartbeat_monitor.py` decides that a rank is lost or stalled.
 
-The main thread records each phase that it begins (`heartbeat`). A thread sends that to the root (``liveness.py``),
-which decides which rank is lost or holds up the others, and tells all. Only this ends a job: collectives have no limit.
+The main thread records each phase that it begins (`heartbeat`). A thread sends the phase to the root, whose monitor
+sends its verdict to all processes: a line with the rank, its update and its phase. Nothing else ends a job that waits:
+collectives have no time limit.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tandem.io.exits import FAILED, leave
+from tandem.io.exits import FAILED, exit_process
 from tandem.io.reading import counted
-from tandem.io.writing import WRITER, processor_time, tell
+from tandem.io.writing import WRITER, processor_time, say
 
 from .errors import TrainingStopped, first_line
+from .heartbeat_monitor import TICK_SECONDS, HeartbeatServer, enable_keepalive, encode_message
 from .launchers import Launch
-from .liveness import TICK_SECONDS, Liveness, to_line, watch_link
 
 if TYPE_CHECKING:
     from .collectives import Communicator
@@ -33,8 +34,8 @@ _CONNECT_SECONDS = 30.0
 _REPORT_SECONDS = 10.0
 _VERDICT_SECONDS = 5.0  # after a collective has failed; launchers give survivors 5 s (horovodrun) or more
 _UNWINDING_SECONDS = 2.0  # after the verdict: the error of a failed collective says more
-_LEAVING_TICKS = 30  # after the root has left on purpose, which all do at the same time
-_IDLE_TICKS = 30  # a thread that writes and did not use the processor for so long, even in one fsync, hangs
+_LEAVING_TICKS = 30  # after the root has left on purpose: all processes leave at about the same time
+_IDLE_TICKS = 30  # a writing thread that uses no processor time for so long, as in an fsync, hangs
 _LONGEST_TEXT = 200
 
 
@@ -48,28 +49,29 @@ class _Heartbeat:
     loads: bool = False
 
 
-WAITS = ("data", "communication")  # causes of a wait
+_WAIT_KINDS = ("data", "communication")
 
 
 class Watchdog:
-    """`heartbeat` costs a microsecond, because threads do the rest. A single process starts no threads."""
+    """The watchdog of one process. `heartbeat` takes a microsecond, because a thread does the rest; a job of a single
+    process starts no thread."""
 
     def __init__(self, comm: Communicator, launch: Launch, timeout_minutes: float) -> None:
         self._rank, self._world_size = comm.rank, comm.world_size
         self._timeout_ticks = timeout_minutes * 60 / TICK_SECONDS
         self._heartbeat = _Heartbeat()
         #: Seconds that this process has waited, by cause.
-        self.waited = dict.fromkeys(WAITS, 0.0)
+        self.waited = dict.fromkeys(_WAIT_KINDS, 0.0)
         self._wait_kind: str | None = None
         self._loads_since, self._has_reported_loading = math.inf, False
         self._phase_start = time.monotonic()
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
-        self._liveness: Liveness | None = None
+        self._server: HeartbeatServer | None = None
         self._condition, self._send_lock, self._report_lock = threading.Condition(), threading.Lock(), threading.Lock()
         self._verdict, self._has_reported = "", False
         self._barriers_entered = self._barriers_passed = 0  # by this process, and by all
-        self._time_used: int | None = 0
+        self._processor_time: int | None = 0
         self._work_count = 0
         if self._world_size > 1:
             self._connection = self._connect(comm, launch)
@@ -97,22 +99,22 @@ class Watchdog:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside the phase, the main thread waits for loader processes."""
+        """Context in which the main thread waits for loader processes; the phase stays the same."""
         self._heartbeat, self._loads_since = replace(self._heartbeat, loads=True), time.monotonic()
         yield
         self._heartbeat, self._loads_since = replace(self._heartbeat, loads=False), math.inf
 
     def report_loading(self) -> None:
-        """Print once that no data has come for long. Called by another thread now and then."""
+        """Print once that no data has come for 10 s. Called by another thread now and then."""
         if time.monotonic() > self._loads_since + _REPORT_SECONDS:
             self._loads_since = math.inf
             if not self._has_reported_loading:
                 self._has_reported_loading = True
-                tell(f"rank {self._rank} has waited for data from its loader processes for {_REPORT_SECONDS:g} s")
+                wait_text = f"has waited for data from its loader processes for {_REPORT_SECONDS:g} s"
+                say(f"rank {self._rank} {wait_text}", unbuffered=True)
 
     def barrier(self) -> None:
-        """Return when every process has called this. The others may have hours of work: the watchdog ends no process
-        while they make progress.
+        """Return when every process has called this. There is no time limit as long as the others make progress.
 
         Raises:
             TrainingStopped: the job ends, because a process is lost or stands still.
@@ -121,27 +123,27 @@ class Watchdog:
             return
         self._barriers_entered += 1
         self.heartbeat("waiting for the other processes", collective=True)
-        self._send(to_line("met"))
+        self._send(encode_message("met"))
         with self._condition:
             self._condition.wait_for(lambda: self._barriers_passed >= self._barriers_entered or self._verdict)
         if self._barriers_passed < self._barriers_entered:
             raise TrainingStopped(f"rank {self._rank}: {self._verdict}", on_one_rank=True)
 
-    def hear_signal(self, number: int) -> None:
-        """A signal has reached this process: if it asks the root to end, a process that is silent is lost."""
-        if self._liveness is not None:
-            self._liveness.hear_signal(number)
+    def notify_signal(self, number: int) -> None:
+        """Record a signal that has reached this process: once it has asked the root to end, a silent rank is lost."""
+        if self._server is not None:
+            self._server.notify_signal(number)
 
-    def verdict_within(self, seconds: float) -> bool:
-        """Whether it is known, now or within so many seconds, why the job ends, or this process leaves anyway."""
+    def wait_for_verdict(self, seconds: float) -> bool:
+        """Whether, now or within so many seconds, there is a verdict, or this process leaves anyway."""
         with self._condition:
             return self._condition.wait_for(
                 lambda: bool(self._verdict) or self._leaving.is_set(), seconds if self._thread else 0
             )
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
-        """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process
-        if ``error`` comes from a collective that failed because of the loss, and None otherwise."""
+        """Why the run ends: ``error`` itself if it is a TrainingStopped; an error that names the lost process if
+        ``error`` comes from a collective that failed because of the loss; None otherwise."""
         stop_error = error if isinstance(error, TrainingStopped) else None
         if stop_error is None and self._thread is not None and isinstance(error, RuntimeError | ConnectionError):
             with self._condition:
@@ -149,12 +151,12 @@ class Watchdog:
                     text = f"rank {self._rank}: {self._verdict} ({_shorten_error(error)})"
                     stop_error = TrainingStopped(text, on_one_rank=True)
         if stop_error is not None and not self._has_reported:
-            self._report_lock.acquire()  # never released: the other thread prints nothing, or ends this process
+            self._report_lock.acquire()  # never released, so that the other thread does not print the reason again
             self._has_reported = True
         return stop_error
 
     def stop(self, error: BaseException | None = None) -> None:
-        """This process leaves: on purpose, or because of its own ``error``, which is sent to the others."""
+        """Leave the job: on purpose, or because of this process's ``error``, which is sent to the monitor."""
         if self._leaving.is_set():
             return
         with self._condition:
@@ -163,9 +165,9 @@ class Watchdog:
         if self._thread is None:
             return
         reason = None if error is None or self._verdict else _describe_error(error).removeprefix(f"rank {self._rank}: ")
-        self._send(to_line("left") if reason is None else to_line("failed", reason))
-        if self._liveness is not None:
-            self._liveness.stop()
+        self._send(encode_message("left") if reason is None else encode_message("failed", reason))
+        if self._server is not None:
+            self._server.stop()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=2 * TICK_SECONDS)
@@ -178,11 +180,11 @@ class Watchdog:
             if self._rank == 0:
                 host = own_host if launch.master_port is None else launch.master_address
                 is_one_machine = len(set(machines)) == 1
-                self._liveness = Liveness(
+                self._server = HeartbeatServer(
                     "127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks,
                     lambda: self._heartbeat.update,
                 )  # fmt: skip
-                endpoint = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
+                endpoint = ["127.0.0.1" if is_one_machine else host, self._server.port, self._server.token]
         except OSError as error:
             problem = f"rank 0 cannot listen: {first_line(error)}"
         if endpoint := comm.broadcast_object(endpoint):
@@ -190,33 +192,32 @@ class Watchdog:
             try:
                 connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
                 connection.settimeout(TICK_SECONDS)
-                watch_link(connection)
-                connection.sendall(to_line("here", token, self._rank) + self.beat())
+                enable_keepalive(connection)
+                connection.sendall(encode_message("here", token, self._rank) + self.heartbeat_message())
             except OSError as error:
                 problem = f"rank {self._rank} cannot reach rank 0 at {host}, port {port}: {first_line(error)}"
-        # If one process has failed, none may go on: a collective would wait for it forever.
+        # If one process has failed, all must: a collective would wait for it forever.
         problems = [text for text in comm.gather_objects(problem) if text]
         if connection is None or problems:
             if connection is not None:
                 connection.close()
-            if self._liveness is not None:
-                self._liveness.stop()
+            if self._server is not None:
+                self._server.stop()
             raise ConnectionError(problems[0])
         return connection
 
     def _send(self, line: bytes) -> None:
-        with self._send_lock, contextlib.suppress(OSError):  # the thread that listens notices it too
+        with self._send_lock, contextlib.suppress(OSError):  # `_listen` notices a lost connection
             self._connection.sendall(line)
 
-    def beat(self) -> bytes:
-        """The answer of this process to the root's heartbeat."""
-        beat = asdict(self._heartbeat)
-        if beat.pop("writes"):
-            time_used = processor_time(threading.main_thread())
-            self._work_count += _has_worked(self._time_used, time_used)
-            self._time_used = time_used
-        beat["count"] += self._work_count
-        return to_line("beat", beat)
+    def heartbeat_message(self) -> bytes:
+        """The answer of this process to the root's request for a heartbeat."""
+        heartbeat = asdict(self._heartbeat)
+        if heartbeat.pop("writes"):
+            previous, self._processor_time = self._processor_time, processor_time(threading.main_thread())
+            self._work_count += _has_worked(previous, self._processor_time)
+        heartbeat["count"] += self._work_count
+        return encode_message("beat", heartbeat)
 
     # What the thread runs.
 
@@ -226,22 +227,22 @@ class Watchdog:
             try:
                 received = self._connection.recv(1 << 16)
             except TimeoutError:
-                # By ticks, not by the clock: while this process is stopped, no time passes.
+                # Counted in ticks, not by the clock: time in which this process is stopped does not count.
                 silent_ticks += 1
                 if silent_ticks > self._timeout_ticks:
-                    minutes = self._timeout_ticks * TICK_SECONDS / 60
-                    return self._end_job(f"rank 0 has not answered for {counted(minutes, 'minute')}, {self._where()}")
+                    minutes = counted(self._timeout_ticks * TICK_SECONDS / 60, "minute")
+                    return self._end_job(f"rank 0 has not answered for {minutes}, at update {self._heartbeat.update}")
                 continue
             except OSError:
                 received = b""
             if not received:
-                return self._end_job(f"lost contact with rank 0 {self._where()}")
+                return self._end_job(f"lost contact with rank 0 at update {self._heartbeat.update}")
             silent_ticks = 0
             *lines, buffer = (buffer + received).split(b"\n")
             for line in lines:
                 kind, *values = json.loads(line)
                 if kind == "beat":
-                    self._send(self.beat())
+                    self._send(self.heartbeat_message())
                 elif kind == "met":
                     with self._condition:
                         self._barriers_passed += 1
@@ -249,15 +250,12 @@ class Watchdog:
                 elif kind == "end":
                     return self._end_job(values[0])
                 elif kind == "left":
-                    return self._end_job(f"rank 0 has ended, {self._where()}", _LEAVING_TICKS)
+                    return self._end_job(f"rank 0 has ended, at update {self._heartbeat.update}", _LEAVING_TICKS)
         return None
 
-    def _where(self) -> str:
-        return f"at update {self._heartbeat.update}"
-
     def _end_job(self, verdict: str, patience_ticks: int = 0) -> None:
-        """The job ends. The main thread prints that if it waits in `barrier` or its collective fails; otherwise end
-        this process, which may hang inside a collective."""
+        """Record the verdict. If the main thread waits in `barrier`, or its collective fails, it prints the verdict and
+        ends; otherwise print it here and end this process, which may hang inside a collective."""
         if any(self._leaving.wait(TICK_SECONDS) for _ in range(patience_ticks)):
             return
         with self._condition:
@@ -265,31 +263,32 @@ class Watchdog:
             self._condition.notify_all()
         if self._leaving.wait(_UNWINDING_SECONDS) or not self._report_lock.acquire(blocking=False):
             return
-        tell(f"stopped: rank {self._rank}: {verdict}")
+        say(f"stopped: rank {self._rank}: {verdict}", unbuffered=True)
         self.exit_process()
 
     def wait_for_writes(self) -> None:
-        """Wait for this process's writes, such as a checkpoint, while they make progress, at most for the timeout."""
+        """Wait for what this process writes, such as a checkpoint, while that makes progress; at most the timeout."""
         for thread in threading.enumerate():
             if thread.name != WRITER:
                 continue
-            tell(f"waiting until what is being written is on the disk: {thread.name}")
+            say(f"waiting until what is being written is on the disk: {thread.name}", unbuffered=True)
             ticks = idle_ticks = 0
-            before = processor_time(thread)
+            previous = processor_time(thread)
             while thread.is_alive() and ticks < self._timeout_ticks and idle_ticks < _IDLE_TICKS:
                 thread.join(TICK_SECONDS)
-                now = processor_time(thread)
-                ticks, idle_ticks, before = (ticks + 1, 0 if _has_worked(before, now) else idle_ticks + 1, now)
+                current = processor_time(thread)
+                ticks, idle_ticks = ticks + 1, 0 if _has_worked(previous, current) else idle_ticks + 1
+                previous = current
 
     def exit_process(self) -> NoReturn:
-        """End this process, which has printed why. It waits for its own writes, but for no other process, as the
-        interpreter's exit would through Horovod or NCCL."""
+        """End this process, which has printed why, after its own writes. The interpreter's exit would wait for other
+        processes too, through Horovod or NCCL."""
         self.wait_for_writes()
-        leave(FAILED, at_once=True)
+        exit_process(FAILED, at_once=True)
 
 
 def _machine_id() -> str:
-    """A text that only the processes that share this one's loopback device have: machines may have equal names."""
+    """A text that is the same on all processes with one loopback device, and on no others: host names may repeat."""
     identifiers = [socket.gethostname()]
     with contextlib.suppress(OSError):
         identifiers += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -297,7 +296,7 @@ def _machine_id() -> str:
 
 
 def _has_worked(previous: int | None, current: int | None) -> bool:
-    """Whether a thread has used the processor since; True where the system does not say."""
+    """Whether a thread's processor time has changed; True where the system does not state it (None)."""
     return current is None or current != previous
 
 

@@ -41,7 +41,7 @@ class Settings:  # flags of train_mulan.py with its defaults; but for max_steps,
     dim_head: int = 64
     max_text_tokens: int = 256
     dim_latent: int = 128
-    init_temperature: float = 10.0
+    init_logit_scale: float = math.log(10.0)
     batch_size: int = 32
     max_steps: int = 600
     learning_rate: float = 3e-4
@@ -177,7 +177,7 @@ class MuLaN(nn.Module):
         self.audio, self.text = AudioTransformer(s), TextTransformer(vocab_size, s)
         self.audio_latents = nn.ModuleDict({"projections": nn.Sequential(nn.Linear(s.audio_dim, s.dim_latent))})
         self.text_latents = nn.ModuleDict({"projections": nn.Sequential(nn.Linear(s.text_dim, s.dim_latent))})
-        self.tau = nn.Parameter(torch.tensor([math.log(s.init_temperature)]))
+        self.logit_scale = nn.Parameter(torch.tensor([s.init_logit_scale]))
         self.bias = nn.Parameter(torch.tensor([-10.0]))  # of the sigmoid loss, which is left out here
 
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = s.learning_rate * ((step + 1) / warmup if step < warmup else cosine)
         audio, text = model(batch, noise(step, len(batch["waveforms"])))
-        scale, excluded = model.tau.exp(), batch["caption_ids"][:, None] == batch["caption_ids"]
+        scale, excluded = model.logit_scale.exp(), batch["caption_ids"][:, None] == batch["caption_ids"]
         logits = scale * audio @ text.T
         # Cross-entropy of each sound among all texts and of each text among all sounds. The denominators lack the pair
         # itself, whose pull would fade as it is found (Yeh et al. 2022), and other pairs of the same caption.
@@ -209,7 +209,7 @@ def train(
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm)
         optimizer.step()
-        model.tau.data.clamp_(max=math.log(100))  # as CLIP: a larger factor is unstable
+        model.logit_scale.data.clamp_(max=math.log(100))  # as CLIP: a larger factor is unstable
         yield {"loss": loss.detach(), "grad_norm": norm, "temperature": scale.detach()}
 
 

@@ -67,6 +67,14 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
+def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, torch.Event]:
+    """A tensor in pinned memory to which an accelerator copies, and the event after which it may be read."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record()
+    return copy, event
+
+
 def on_host(results: Iterable[tuple[Label, Tensor]]) -> Iterator[tuple[Label, Tensor]]:
     """Tensors of a device as tensors of the host, in their order, each with its label. The host waits for a copy to
     pinned memory only when the next tensor is under way, so that the device always has something to do."""
@@ -75,10 +83,7 @@ def on_host(results: Iterable[tuple[Label, Tensor]]) -> Iterator[tuple[Label, Te
         if not has_pinned_memory(tensor.device):
             yield label, tensor.cpu()
             continue
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        copy.copy_(tensor, non_blocking=True)
-        event = torch.Event(tensor.device)
-        event.record()
+        copy, event = start_copy_to_host(tensor)
         if pending:
             yield _finish_copy(*pending)
         pending = label, copy, event

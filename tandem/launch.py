@@ -188,7 +188,7 @@ def describe_model(path: str | Path) -> dict[str, Any]:
     """
     from tandem.models.base import read_config
     from tandem.training.checkpoint.format import read_checkpoint
-    from tandem.training.checkpoint.models import models_in
+    from tandem.training.checkpoint.models import read_descriptions
 
     with with_user_name(path):
         kind, location = resolve(newest_weights(Path(path)))
@@ -201,7 +201,7 @@ def describe_model(path: str | Path) -> dict[str, Any]:
             extras = {"discriminator": discriminator.config} if discriminator else {}
             return {**description, **extras, **({"assumed": assumed(description)} if assumed else {})}
         if kind == "checkpoint":
-            description = next(iter(models_in(read_checkpoint(location, verify=False)[0], location).values()))
+            description = next(iter(read_descriptions(read_checkpoint(location, verify=False)[0], location).values()))
         else:
             name, arguments = read_config(location)
             description = {"model": name, **arguments}

@@ -232,7 +232,7 @@ def test_a_run_of_the_decoder_is_started_from_and_exported_to_the_public_package
 @pytest.fixture(scope="module")
 def vqgan_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two updates of a VQGAN that the public package may have, with a moving average. Tests only look at it."""
-    said = "--dim 16 --no-centred --max_steps 2 --ema_decay 0.5 --save_every_n_steps 1"
+    said = "--dim 16 --no-normalize_input --max_steps 2 --ema_decay 0.5 --save_every_n_steps 1"
     return VQGAN_SCRIPT.train(tmp_path_factory.mktemp("runs") / "vqgan", *said.split())
 
 
@@ -266,7 +266,7 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
 
 def test_a_training_starts_from_a_public_file_with_its_discriminator(vqgan_run: Path, tmp_path: Path) -> None:
     converted("export", vqgan_run, "--to", "muse", tmp_path / "vae.pt")
-    run = VQGAN_SCRIPT.start_from(tmp_path / "vae.pt", tmp_path / "new", "--image_size", "16", "--no-centred")
+    run = VQGAN_SCRIPT.start_from(tmp_path / "vae.pt", tmp_path / "new", "--image_size", "16", "--no-normalize_input")
     adopted = yaml.safe_load((run / "config.yaml").read_text())
     assert {"discr_dim": 16, "discr_layers": 2, "num_layers": 2, "quantizer": "lfq"}.items() <= adopted.items()
     for part, ours in (("ema", "generator"), ("discriminator", "discriminator")):

@@ -112,7 +112,7 @@ class TinyInception:
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags that ask for rFID by a tiny network."""
     monkeypatch.setattr(tandem.training.metrics.fid, "Inception", TinyInception)
-    monkeypatch.setattr(tandem.io.published, "weights_of", lambda *given: {})
+    monkeypatch.setattr(tandem.io.published, "load_published_weights", lambda *given: {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     (tmp_path / "tiny.pth").write_bytes(b"weights")
     return ["--fid_weights", str(tmp_path / "tiny.pth")]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_the_configuration_builds_the_public_defaults() -> None:
     defaults = {"n_fft": 128, "win_length": 24, "hop_length": 12, "patch_size": 16, "patch_dropout": 0.25,
                 "audio_dim": 512, "audio_depth": 6, "text_dim": 512, "text_depth": 6, "heads": 8, "dim_head": 64,
                 "vocab_size": 49408, "max_text_tokens": 256, "dim_latent": 128, "hierarchical_layers": 0,
-                "layout": "musiclm", "init_temperature": 10.0}  # fmt: skip
+                "layout": "musiclm", "init_logit_scale": math.log(10.0)}  # fmt: skip
     assert model.config.items() >= defaults.items()
     trainer = {"learning_rate": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "max_grad_norm": 0.5,
                "use_lion": False, "lr_schedule": "constant", "lr_warmup_steps": 0,

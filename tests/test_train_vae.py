@@ -60,7 +60,7 @@ def test_on_a_device_whose_peak_is_known_lines_and_dry_run_tell_the_share_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (operations, rehearsal):
-        monkeypatch.setattr(module, "name_of", lambda device: "NVIDIA L4")
+        monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA L4")
     for line in metrics(VAE.train(tmp_path, "--max_steps", "2")):
         assert line["mfu"] == pytest.approx(line["tflops_per_second"] / 30.3, rel=1e-4) and line["mfu"] > 0
     said = VAE.output_of(tmp_path, "--max_steps", "2", "--dry_run")

@@ -261,7 +261,7 @@ def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: 
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("num_resnet_blocks", 3), ("num_resnet_blocks", None), ("fsq_levels", 5), ("centred", "no"),
+    ("num_resnet_blocks", 3), ("num_resnet_blocks", None), ("fsq_levels", 5), ("normalize_input", "no"),
     ("layers", "\x1b]0;x\x07"),
 ])  # fmt: skip
 def test_a_stranger_s_model_whose_configuration_is_no_shape_is_refused_in_one_line(

@@ -1,4 +1,4 @@
-"""One file or folder per backend. To add a backend, add one that defines a Backend subclass; no list needs a change."""
+"""One file or folder per backend, each with a subclass of `Backend`; a new one is found without a list."""
 
 from __future__ import annotations
 

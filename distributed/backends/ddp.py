@@ -1,4 +1,4 @@
-"""PyTorch over NCCL or Gloo, started by torchrun, srun, mpirun, or anything else that sets RANK and WORLD_SIZE."""
+"""The backend for PyTorch over NCCL or Gloo, under torchrun, srun, mpirun, or what else sets RANK and WORLD_SIZE."""
 
 from __future__ import annotations
 

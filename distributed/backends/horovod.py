@@ -1,14 +1,13 @@
-"""Horovod's communication, used by the same engine as every other backend that replicates the model.
+"""The backend for Horovod, with the engine of all backends that replicate the model.
 
-``hvd.DistributedOptimizer`` is not used: it starts with empty optimizer state, hides when gradients are reduced and
-fuses tensors in the order of their arrival. The engine's buckets are fused already, so Horovod's own fusion is switched
-off, which fixes the order of every sum.
+``hvd.DistributedOptimizer`` is not used: it starts with an empty optimizer state, does not show when gradients are
+reduced, and fuses tensors in the order of their arrival. The engine's buckets are fused already, so Horovod's own
+fusion is switched off, which fixes the order of every sum.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import socket
 
@@ -24,11 +23,8 @@ class HorovodBackend(Backend):
     name = "horovod"
     launch_order = 10
     sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
+    package = "horovod"
     install_hint = f"bash {short_path(HOME / _INSTALLER)}"
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return importlib.util.find_spec("horovod") is not None
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
@@ -55,12 +51,12 @@ class HorovodBackend(Backend):
             )
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse
-        # Gloo's limit for an answer, 30 s by default, also ends a job that was frozen for so long, and Horovod does not
-        # change it later: the watchdog ends a job that makes no progress.
+        # Gloo's time limit for an answer, 30 s by default, would also end a job that was frozen for so long, and cannot
+        # be changed later. The watchdog ends a job that makes no progress.
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(60 * self.options.timeout_minutes) + 60))
         import torch
 
-        if torch.accelerator.is_available():  # else the host waits for each sum, instead of the device
+        if torch.accelerator.is_available():  # without this the host waits for each sum
             os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         import horovod.torch as hvd
 
@@ -77,7 +73,7 @@ class HorovodBackend(Backend):
         if device.type == "cuda" and not hvd.nccl_built():
             raise ValueError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
         comm = HorovodCommunicator()
-        # NCCL, which the first gradients start, would fail where two processes share a GPU.
+        # NCCL, which starts with the first gradients, would fail if two processes share a GPU.
         if mistake := shared_gpu_error(comm.gather_objects(gpu_id(device))):
             raise UserMistake(mistake)
         return Connection(device, comm, self.launch.is_restart)

@@ -1,4 +1,4 @@
-"""One process: for debugging, for one GPU, and as the reference for the numbers of every other backend."""
+"""The backend of a single process: for debugging, for one GPU, and the reference for the numbers of all others."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a model is spread: the contract Engine, the engine that keeps a full replica per process, and their parts."""
+"""Engines: one model and its optimizer, spread over the processes; and the sums, norms and states that they share."""

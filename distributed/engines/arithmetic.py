@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.devices import has_pinned_memory, sum_dtype
+from tandem.devices import has_pinned_memory, start_copy_to_host, sum_dtype
 from tandem.distributed.batch import BatchPlan
 from tandem.distributed.errors import TrainingStopped
 from tandem.io.reading import counted
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GROWTH_INTERVAL = 2000  # updates
-_PIECE_SIZE = 2**17  # numbers
+_PIECE_SIZE = 2**17  # elements of a piece, of which the fp64 copy fits into a CPU's cache
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any]]:
     """``grad_accum_steps`` consecutive parts of a local batch. Tensors and lists are cut, and every part gets all
-    other values unchanged. With ``batch_parts``, parts are copies: where a part begins in the local
-    batch depends on the number of processes, and matrix products may round differently at another address.
+    other values unchanged. With ``batch_parts``, parts are copies: matrix products may round differently at another
+    address, and where a part begins in the local batch depends on the number of processes.
 
     Raises:
         ValueError: a tensor or list does not hold ``local_batch_size`` entries.
@@ -58,8 +58,8 @@ def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any
 
 
 def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan: BatchPlan) -> float | Tensor:
-    """The factor of a loss, chosen so that the sum of the weighted losses over all backward calls of all processes is
-    the update's loss. The factor does not depend on how many processes share the parts of the batch."""
+    """The factor of a loss with which the weighted losses of all backward calls of all processes add up to the loss of
+    the update. It does not depend on how the micro-batches are spread over the processes."""
     if (items is None) != (total is None):
         raise ValueError("backward(loss, items=..., total=...) needs both or neither")
     if items is None or total is None:
@@ -71,8 +71,8 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, 0-d, fp64 if the device has that: in fp32 the fifth digit would depend on the order of
     summation."""
     flat = [gradient.flatten() for gradient in gradients]
-    # On a CPU in pieces that fit into its cache, because PyTorch first makes an fp64 copy of each piece. A device makes
-    # no copy, and more tensors would cost the host time.
+    # On a CPU PyTorch first copies each tensor to fp64, so cut it into pieces. An accelerator makes no copy, and more
+    # tensors would cost the host time.
     pieces = [piece for grad in flat for piece in (grad.split(_PIECE_SIZE) if grad.device.type == "cpu" else [grad])]
     dtype = sum_dtype(gradients[0].device)
     return torch.stack(torch._foreach_norm(pieces, dtype=dtype)).square().sum().sqrt()
@@ -102,7 +102,7 @@ class LossScaler:
         self._finite_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: Tensor) -> None:
-        """Adapt after an update; ``finite`` (0-d bool on the device): the update was made, not skipped."""
+        """Adapt the scale after an update; ``finite`` (0-d bool on the device): the update was not skipped."""
         if not self.enabled:
             return
         self._finite_in_a_row = torch.where(finite, self._finite_in_a_row + 1, 0)
@@ -132,11 +132,12 @@ class SkipGuard:
         self, parameters: Callable[[], Iterable[tuple[str, Any]]], limit: int, device: torch.device,
         gather_objects: Callable[[Any], list[Any]],
     ) -> None:  # fmt: skip
-        self._parameters, self._limit, self._device, self._gather = (parameters, limit, device, gather_objects)
+        self._parameters, self._limit, self._device = parameters, limit, device
+        self._gather_objects = gather_objects
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self._pending_count: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
-        self._suspects: list[tuple[str, Tensor]] = []  # a text, and numbers that may be non-finite; on the device
+        self._pending_count: tuple[Tensor, Any] | None = None  # a copy to the host, and its event
+        self._suspects: list[tuple[str, Tensor]] = []  # what they are, and numbers on the device
         self._hooks: list[Any] = []
         if limit <= 1:
             self._add_hooks()
@@ -174,18 +175,14 @@ class SkipGuard:
         count = 0
         if self._pending_count is not None:
             copy, event = self._pending_count
-            # The copy began an update ago, so this hardly waits. All processes read the count after the same update.
+            # The copy began an update ago, so this hardly waits. All processes read the same update's count.
             event.synchronize()
             count = int(copy)
-        copy = torch.empty((), dtype=torch.int64, pin_memory=True)
-        copy.copy_(self._in_a_row, non_blocking=True)
-        event = torch.Event(self._device)
-        event.record()
-        self._pending_count = (copy, event)
+        self._pending_count = start_copy_to_host(self._in_a_row)
         return count
 
     def _add_hooks(self) -> None:
-        """From now on look at each local gradient before the processes' gradients are summed."""
+        """From now on record each local gradient before the processes' gradients are summed."""
         self._pending_count = None
         for name, parameter in self._parameters():
             if parameter.requires_grad:
@@ -202,7 +199,7 @@ class SkipGuard:
 
     def _first_problem(self) -> str | None:
         """The first non-finite value on this process: the loss, or the first gradient in backward order, which is
-        nearest to the cause. The host waits for the device, so this is called only where the run ends."""
+        nearest to the cause. Waits for the device."""
         for text, numbers in self._suspects:
             if not bool(torch.isfinite(numbers).all()):
                 kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"
@@ -210,10 +207,11 @@ class SkipGuard:
         return None
 
     def _raise_stopped(self, in_a_row: int, update: int) -> None:
-        problems = [f"rank {rank}: {text}" for rank, text in enumerate(self._gather(self._first_problem())) if text]
+        problems = [
+            f"rank {rank}: {text}" for rank, text in enumerate(self._gather_objects(self._first_problem())) if text
+        ]
         raise TrainingStopped(
-            f"{counted(in_a_row, 'update')} in a row skipped because of non-finite values, the last at update {update}"
-            + ": "
-            + ("; ".join(problems) or "only the sum over the processes is not finite")
-            + ". The weights are those of the last good update; try a lower learning rate, --max_grad_norm, or fp32"
+            f"{counted(in_a_row, 'update')} in a row skipped because of non-finite values, the last at update "
+            f"{update}: {'; '.join(problems) or 'only the sum over the processes is not finite'}. The weights are "
+            "those of the last good update; try a lower learning rate, --max_grad_norm, or fp32"
         )

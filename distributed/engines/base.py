@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tandem.distributed.errors import TrainingStopped, first_line, lacks_memory
 
 from .arithmetic import SkipGuard, autocast, backward_weight, split_batch
-from .optimizer_state import owned
+from .optimizer_state import copy_to_cpu
 from .replicas import check_replicas
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Update:
-    """The outcome of one ``Engine.step``. The tensors are on the device: reading them makes the host wait for it."""
+    """The result of one ``Engine.step``. Its tensors are on the device: the host waits when it reads them."""
 
     grad_norm: Tensor
     """L2 norm of the mean gradient before clipping, 0-d; the same on every process. NaN where an engine leaves it out,
@@ -64,11 +64,11 @@ class Engine(ABC):
         check_replicas(model, "before training", processes.gather_objects)
         self.module, self.name, self._processes = model, name, processes
         self._options, self._plan = options, options.plan
-        #: Parameters of the whole model, trained or not.
+        #: Number of weights of the whole model, trained or not.
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._optimizer: Any = optimizer
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
-        self._is_frozen = self._is_plain = False
+        self._is_frozen = self._is_eager = False
         self._micro_batch: int | None = None
         self._updates = 0
         self._empty_module = _copy_without_weights(model)
@@ -86,8 +86,8 @@ class Engine(ABC):
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
         self._processes.watchdog.heartbeat("forward", update=self._updates, gathers=self.is_sharded)
-        with contextlib.nullcontext() if self._is_plain else self.autocast():
-            output = (self._plain_forward if self._is_plain else self.module)(*args, **kwargs)
+        with contextlib.nullcontext() if self._is_eager else self.autocast():
+            output = (self._eager_forward if self._is_eager else self.module)(*args, **kwargs)
         if self.is_sharded:
             self._processes.watchdog.heartbeat("computing")  # no more weights are gathered
         return output
@@ -102,10 +102,10 @@ class Engine(ABC):
         return autocast(self._options.precision, self._processes.device)
 
     def _graph_parameters(self) -> Iterable[tuple[str, Any]]:
-        """The parameters that receive gradients, by name: they are inspected after a non-finite update."""
+        """Names and parameters of the autograd graph, whose gradients are inspected after a non-finite update."""
         return self.module.named_parameters()
 
-    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass in fp32 and uncompiled."""
         return self.module.forward(*args, **kwargs)
 
@@ -125,8 +125,8 @@ class Engine(ABC):
         self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None,
         retain_graph: bool = False,
     ) -> None:  # fmt: skip
-        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Freeze all
-        other engines first: whether a loss adds gradients to their models too differs between backends.
+        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Freeze all other
+        engines first: not every backend keeps a loss from adding gradients to their models.
 
         Without ``items`` every micro-batch has the same weight. With ``items``, ``loss`` is a mean over that many
         elements, and the update's loss is the mean over the ``total`` elements of all processes and micro-batches.
@@ -145,8 +145,8 @@ class Engine(ABC):
         """Add the gradients of ``weight`` x ``loss``; the update is their sum over all calls and processes."""
 
     def step(self, *, with_norm: bool = True) -> Update:
-        """Reduce, unscale, agree on finiteness, clip, update the weights, and forget the gradients. Without
-        ``with_norm``, `Update.grad_norm` may be left out.
+        """Reduce, unscale and clip the gradients, update the weights unless a gradient is not finite, and clear them.
+        Without ``with_norm``, `Update.grad_norm` may be left out.
 
         Raises:
             TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.
@@ -155,7 +155,7 @@ class Engine(ABC):
         learning_rate = self.lr  # read before the backend's own scheduler advances it
         norm, finite = self._update(with_norm)
         self._updates += 1
-        # On a GPU this waits for the reduction of the update before.
+        # On a GPU `after_update` waits for the reduction of the update before.
         self._processes.watchdog.heartbeat("waiting for the sums of gradients", update=self._updates, collective=True)
         self._guard.after_update(finite, self._updates)
         self._processes.watchdog.heartbeat("computing", update=self._updates)
@@ -168,7 +168,7 @@ class Engine(ABC):
     @abstractmethod
     def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
         """Make one optimizer step, or none if a gradient is not finite, and clear the gradients. Calls the
-        processes' ``about_to_update`` first. Returns ``Update``'s norm, and whether it is finite (0-d bool)."""
+        processes' ``about_to_update`` first. Returns `Update.grad_norm`, and whether the step was made (0-d bool)."""
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -188,11 +188,11 @@ class Engine(ABC):
     def twice_differentiable(self) -> Iterator[None]:
         """For a penalty on gradients: calls inside run in fp32 and uncompiled, and ZeRO 3 and FSDP keep weights, once
         gathered, until the update. ZeRO 3 with weights of low precision computes in that precision."""
-        self._is_plain = True
+        self._is_eager = True
         try:
             yield
         finally:
-            self._is_plain = False
+            self._is_eager = False
 
     @contextmanager
     def full_weights(self) -> Iterator[Any]:
@@ -213,24 +213,23 @@ class Engine(ABC):
             for parameter in self._empty_module.parameters():
                 parameter.data = parameter.data.new_empty(0)
 
-    # For averages of the weights. Where weights are sharded, a process averages the part that it holds.
-
     def empty_copy(self) -> Any:
         """A copy of the module as it was wrapped, in fp32, whose parameters are frozen and empty."""
         return copy.deepcopy(self._empty_module).float().requires_grad_(False)
 
     def local_shards(self) -> dict[str, Tensor]:
         """The fp32 weights and the persistent buffers by name, as this process holds them: whole; at ZeRO 3 a slice of
-        each weight, 1-d; with FSDP some rows of each. To read before the next update, not to change. Collective."""
+        each weight, 1-d; with FSDP some rows of each. To read before the next update, as for an average of the weights,
+        not to change. Collective."""
         return dict(self.module.state_dict())
 
     def unshard(self, name: str, local: Tensor) -> Tensor:
-        """A tensor like the whole weight ``name`` from the processes' tensors like ``local_shards()[name]``, on every
-        process. Collective."""
+        """The whole tensor, on every process, of which each process passes its shard ``local``: the weight ``name``
+        from ``local_shards()[name]``, or a tensor of the same shapes. Collective."""
         return local
 
     def shard(self, name: str, full: Tensor) -> Tensor:
-        """This process's part of a tensor like the whole weight ``name``; the inverse of ``unshard``.
+        """This process's shard of a whole tensor that has the shape of the weight ``name``; the inverse of ``unshard``.
 
         Raises:
             ValueError: where weights are sharded, if the tensor has another shape than the weight.
@@ -239,7 +238,7 @@ class Engine(ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate that the optimizer will really use (of its first parameter group)."""
+        """The learning rate of the next update (of the first parameter group)."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     @lr.setter
@@ -254,12 +253,13 @@ class Engine(ABC):
         return int(self._guard.total)
 
     def live_state(self) -> dict[str, Any]:
-        """Collective, backend-neutral: ``weights`` (fp32, by name), ``optimizer`` (``step`` and ``moments`` by slot and
-        parameter name), ``scaler``, ``updates``, ``skipped_updates``.
+        """The same for all backends: ``weights`` (fp32, by name), ``optimizer`` (``step`` and ``moments`` by slot and
+        parameter name), ``scaler``, ``updates``, ``skipped_updates``. Collective.
 
-        For checkpoints: references, not copies. Finish copying before the next update (`ProcessGroup.before_update`). A
-        tensor that is sharded, or that a forward pass may change, is given as a function that returns it in full, on
-        the device: a process that needs it copies it at once. All processes call these functions in the same order."""
+        For checkpoints: references, not copies. Finish copies before the next update (`ProcessGroup.before_update`). In
+        the place of a tensor that is sharded, or that a forward pass may change, stands a function that returns it
+        whole, on the device: a process that needs it copies it at once. All processes call these functions in the same
+        order."""
         return {**self._read_state(), "updates": self._updates, "skipped_updates": self.skipped_updates}
 
     @abstractmethod
@@ -267,11 +267,11 @@ class Engine(ABC):
         """The ``weights``, ``optimizer`` and ``scaler`` of ``live_state``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """``live_state`` as plain tensors on the CPU that only the caller holds, on every process. Collective."""
-        return owned(self.live_state())
+        """A copy of ``live_state`` with whole tensors on the CPU, on every process. Collective."""
+        return copy_to_cpu(self.live_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Collective: the full state on every process, whatever backend wrote it.
+        """Restore the whole state, which every process passes, whatever backend wrote it. Collective.
 
         Raises:
             UserMistake: on any process a weight or a moment is missing, unexpected or of another shape, or cannot be
@@ -279,9 +279,7 @@ class Engine(ABC):
             TrainingStopped: this process alone has too little memory to exchange the weights.
         """
         self._processes.finish_copies()
-        with (
-            self._processes.raise_on_all_ranks()
-        ):  # before the collectives: none waits in one for a process that has failed
+        with self._processes.raise_on_all_ranks():
             try:
                 self._write_state(state)
             except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -291,7 +289,7 @@ class Engine(ABC):
         except (MemoryError, RuntimeError) as error:
             if not lacks_memory(error):
                 raise
-            # The others wait in a collective: if this process waited for their agreement, nobody would go on.
+            # The others wait in a collective, so this process cannot agree with them on the error.
             text = f"rank {self._processes.rank}: not enough memory to exchange the weights: {first_line(error)}"
             raise TrainingStopped(text, on_one_rank=True) from error
         self._updates = state["updates"]
@@ -299,7 +297,8 @@ class Engine(ABC):
 
     @abstractmethod
     def _write_state(self, state: Mapping[str, Any]) -> None:
-        """Put ``weights``, ``optimizer`` and ``scaler`` in place, as far as this process holds them: no collectives."""
+        """Restore what this process holds of ``weights``, ``optimizer`` and ``scaler``. No collective, because it may
+        fail on one process alone."""
 
     def _share_weights(self) -> None:
         """After ``_write_state`` on all processes, fetch weights that this one needs and others hold. Collective."""
@@ -307,9 +306,9 @@ class Engine(ABC):
 
 
 def _copy_without_weights(model: nn.Module) -> nn.Module:
-    """A copy of the model with its buffers, whose parameters are empty; it takes no memory for the weights."""
+    """A copy of the model with its buffers and with empty parameters, which take no memory."""
     empty = {
         id(parameter): nn.Parameter(parameter.detach().new_empty(0), parameter.requires_grad)
         for parameter in model.parameters()
     }
-    return copy.deepcopy(model, empty)  # deepcopy's memo: these are taken as the parameters' copies
+    return copy.deepcopy(model, empty)  # deepcopy's memo, from which it takes the copies of parameters

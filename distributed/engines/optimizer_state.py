@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
-    """``{"type", "step", "slots", "moments": {slot: {parameter name: the optimizer's own tensor}}}`` of an optimizer
-    that has or has not stepped yet.
+    """``{"type", "step", "slots", "moments": {slot: {parameter name: tensor}}}`` of an optimizer, with its own tensors,
+    before or after its first step.
 
     Raises:
         ValueError: the optimizer keeps something that is neither a step count nor shaped like its parameter.
@@ -28,13 +28,14 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -
                 moments.setdefault(slot, {})[names[parameter]] = value.detach()
             elif value is not None:
                 raise ValueError(f"{type(optimizer).__name__} keeps {slot!r}, which cannot be saved by parameter name")
-    # Every update steps all parameters, so one count is that of all; reading each would wait for the device each time.
+    # All parameters have the same count. Reading each would wait for the device each time.
     return portable_state(optimizer, int(steps[0]) if steps else 0, moments)
 
 
 @torch.no_grad()
 def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: Mapping[str, Any]) -> None:
-    """Put a neutral state in place; moments take their parameters' layout and device. Raises as `check_moments`."""
+    """Restore a state of `read_optimizer`; moments get the strides and devices of their parameters. Raises ValueError,
+    see `check_moments`."""
     check_moments(optimizer, state, {name: parameter.shape for parameter, name in names.items()})
     optimizer.state.clear()
     if not state["moments"]:
@@ -53,12 +54,12 @@ def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], 
 
 
 def unfuse(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer step without its fused kernel.
+    """Switch the optimizer's fused kernel off.
 
-    On CPUs the fused kernel rounds the last numbers of a tensor, which do not fill a vector register, differently from
-    the other numbers (measured for Adam with PyTorch 2.15 and AVX-512: a quarter of exp_avg_sq differs if all
-    parameters are that short; a x b + c with one rounding would explain it). Where ZeRO cuts a tensor decides which
-    numbers come last. Elementary operations, one after the other, round all numbers alike (measured too).
+    On CPUs the fused kernel rounds the last elements of a tensor, which do not fill a vector register, differently from
+    the others (measured for Adam with PyTorch 2.15 and AVX-512: a quarter of exp_avg_sq differs if all parameters are
+    that short; a fused multiply-add would explain it), and ZeRO's partitions decide which elements come last. Without
+    the fused kernel all elements are rounded alike (measured too).
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -67,54 +68,54 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def live_weights(module: nn.Module) -> dict[str, Any]:
-    """Weights and persistent buffers by name. Those that are not trained are given as functions that return them,
-    because a forward pass may change them (running statistics, codebooks): copy them at once."""
+    """Weights and persistent buffers by name. Those that are not trained are functions that return them, because a
+    forward pass may change them (running statistics, codebooks): copy them at once."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {name: tensor.detach() if name in trained else tensor.detach for name, tensor in module.state_dict().items()}
 
 
-def owned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a state in which live tensors, and functions that fetch tensors, are CPU tensors of its own."""
+def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a state, with copies on the CPU of its tensors and of the tensors that its functions return."""
     copies: dict[str, Any] = {}
     for key, value in state.items():
         leaf = value() if callable(value) else value
         if isinstance(leaf, Mapping):
-            copies[key] = owned(leaf)
+            copies[key] = copy_to_cpu(leaf)
         else:
             copies[key] = leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
     return copies
 
 
 def portable_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The saved form; loading compares ``slots`` with the moments to see whether all were saved."""
-    return {"type": kind(optimizer), "step": step, "slots": sorted(moments), "moments": moments}
+    """The state of an optimizer in the form of `read_optimizer`; ``slots`` tells whether all moments were saved."""
+    return {"type": optimizer_kind(optimizer), "step": step, "slots": sorted(moments), "moments": moments}
 
 
-def kind(optimizer: torch.optim.Optimizer) -> str:
-    """The name under which an optimizer's moments are saved: all variants of Adam keep the same two."""
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """The saved name of an optimizer's type: "Adam" for all variants of Adam, which have the same two moments."""
     name = type(optimizer).__name__
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam") else name
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first mistake unless the state is of this kind of optimizer, and every slot
-    holds the named parameters in these shapes."""
-    if state["type"] != kind(optimizer):
-        raise ValueError(
-            f"the saved optimizer is {state['type']}, this run's is {kind(optimizer)}: its moments mean something else"
-        )
+    """Raise a ValueError that names the first difference, unless the state is of this type of optimizer and each of its
+    slots holds exactly the names and shapes of ``shapes``."""
+    saved, own = state["type"], optimizer_kind(optimizer)
+    if saved != own:
+        raise ValueError(f"the saved optimizer is {saved}, this run's is {own}: its moments mean something else")
     if mismatched := sorted(set(state["slots"]) ^ set(state["moments"])):
         raise ValueError(f"optimizer moment {mismatched[0]} is missing or was never saved")
     for slot, tensors in state["moments"].items():
         check_names(f"optimizer moment {slot}", tensors, shapes)
 
 
-def check_names(what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first mistake unless ``tensors`` holds exactly ``shapes``' names and shapes."""
+def check_names(label: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names the first difference, unless ``tensors`` has exactly the names and shapes of
+    ``shapes``."""
     if missing := sorted(set(shapes) - set(tensors)):
-        raise ValueError(f"{what} of {missing[0]} is missing ({len(missing)} in all)")
+        raise ValueError(f"{label} of {missing[0]} is missing ({len(missing)} in all)")
     if unexpected := sorted(set(tensors) - set(shapes)):
-        raise ValueError(f"{what} of {unexpected[0]} belongs to no parameter of this model ({len(unexpected)} in all)")
+        raise ValueError(f"{label} of {unexpected[0]} belongs to no parameter of this model ({len(unexpected)} in all)")
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(shapes[name]):
-            raise ValueError(f"{what} of {name} has shape {tuple(tensor.shape)}, the model has {tuple(shapes[name])}")
+            raise ValueError(f"{label} of {name} has shape {tuple(tensor.shape)}, the model has {tuple(shapes[name])}")

@@ -1,7 +1,7 @@
 """Gradients of one model, summed over the processes in fixed flat buckets while the backward pass still runs.
 
-Every backend that replicates the model uses it, so that all of them add the same numbers in the same order. Buckets
-never depend on timing or on an earlier update, so a resumed run sums exactly as an uninterrupted one. (PyTorch's
+All backends that replicate the model use this reducer, so that all add the same numbers in the same order. Buckets
+depend neither on timing nor on an earlier update, so a resumed run sums exactly as an uninterrupted one. (PyTorch's
 DistributedDataParallel reorders its buckets after the first update; Horovod fuses tensors in the order of arrival.)
 """
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from tandem.distributed.signals import StopRequest
 
 BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough to start early (PyTorch DDP's default)
-SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
-# Nothing can be sent before the first bucket is full, and nothing is left to compute while the last one is sent: the
-# first bucket of a small model holds an eighth of it, the next ones three eighths each, and the last one about what is
-# left, an eighth. Each bucket more costs computing time, where it is copied through sockets on the cores that compute.
+SMALLEST_BUCKET_BYTES = 2**20  # of all buckets but the last
+# Fractions of a small model. The first bucket is small, because nothing is sent before it is full; so is the last,
+# about the remaining eighth, because nothing is left to compute while it is sent. More buckets would take computing
+# time from cores that also copy them through sockets.
 _FIRST_BUCKET_FRACTION, _OTHER_BUCKET_FRACTION = 1 / 8, 3 / 8
 ALIGNMENT_BYTES = 16
 
@@ -35,18 +35,18 @@ class _Bucket:
     buffer: Tensor  # flat; in the last bucket also the stop flag
     flat: Tensor
     parameters: list[nn.Parameter]
-    views: list[Tensor]  # of the parts of `flat` that belong to the parameters
+    views: list[Tensor]  # of `flat`, in the shapes of the parameters
     n_ready: int = 0
     is_filled: bool = False  # each `parameter.grad` is its view
-    rounded_buffer: Tensor | None = None  # a copy of lower precision, which is summed instead
+    rounded_buffer: Tensor | None = None  # a copy in `reduce_dtype`, which is summed instead
     handle: Handle | None = None
 
     def fill(self) -> None:
-        """Move the gradients into the bucket, all by one call; what a further pass computes is added there."""
+        """Move the gradients into the bucket, where a further backward pass adds to them."""
         if self.is_filled:
             return
         pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
-        if len(pairs) < len(self.views):  # a parameter without a gradient: zeros count
+        if len(pairs) < len(self.views):  # a missing gradient counts as zero
             self.flat.zero_()
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
@@ -55,7 +55,7 @@ class _Bucket:
         self.is_filled = True
 
     def empty(self) -> None:
-        """Drop the gradients: autograd then stores a parameter's first gradient instead of adding it to zeros."""
+        """Drop the gradients: autograd then stores the first gradient of a parameter instead of adding it to zeros."""
         for parameter in self.parameters:
             parameter.grad = None
         self.is_filled = False
@@ -63,16 +63,16 @@ class _Bucket:
 
 @dataclass
 class GradientReducer:
-    """When all gradients of a bucket have been computed, they move into it; from then on until the end of the update
-    ``parameter.grad`` is a view into the bucket.
+    """Sums gradients over the processes. When all gradients of a bucket are computed, they move into the bucket; until
+    the end of the update ``parameter.grad`` is then a view of it.
 
     Any number of backward passes may run per update. After ``before_backward(is_last=True)`` each bucket is sent as
-    soon as the coming pass has filled it; the gradients of a further pass are still added correctly.
+    soon as the coming pass has filled it; gradients of a further pass are still added correctly.
 
     Args:
         micro_batches: Their number per update.
-        stop_flag: The request to stop, whose flag is summed with the last bucket and needs no collective of its own.
-        reduce_dtype: Precision in which the processes exchange gradients; None: their own.
+        stop_flag: The request to stop, whose flag is summed with the last bucket.
+        reduce_dtype: Precision in which the processes exchange gradients; None: that of the gradients.
     """
 
     parameters: list[nn.Parameter]
@@ -83,7 +83,7 @@ class GradientReducer:
     reduce_dtype: torch.dtype | None = None
     buckets: list[_Bucket] = field(default_factory=list)
     _sends_early: bool = False
-    _next: int = 0  # the next bucket to send: every process must call collectives in the same order
+    _next_bucket: int = 0  # to send: every process must call collectives in the same order
 
     def __post_init__(self) -> None:
         if self.comm.world_size == 1:
@@ -112,7 +112,7 @@ class GradientReducer:
         return [bucket.flat for bucket in self.buckets]
 
     def zero_(self) -> None:
-        """Forget all gradients; if a parameter gets none in an update, zeros count."""
+        """Drop all gradients; a parameter that gets none in an update counts with zeros."""
         for bucket in self.buckets:
             bucket.empty()
         self._reset()
@@ -123,8 +123,8 @@ class GradientReducer:
         torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
 
     def before_backward(self, is_last: bool) -> None:
-        """Say whether the coming backward pass is expected to be the last one of this update."""
-        if self._next:  # buckets have been summed: keep the sum on the root only, so that the next sum counts it once
+        """Prepare for a backward pass; ``is_last``: it is expected to be the last one of this update."""
+        if self._next_bucket:  # buckets are summed: keep the sum on the root only, so that the next sum counts it once
             self.finish()
             if self.comm.rank != 0:
                 torch._foreach_zero_(self.gradients)
@@ -157,7 +157,7 @@ class GradientReducer:
                 self._send_buckets(only_full=True)
 
     def _send_buckets(self, only_full: bool) -> None:
-        for bucket in self.buckets[self._next :]:
+        for bucket in self.buckets[self._next_bucket :]:
             if only_full and bucket.n_ready < len(bucket.parameters):
                 return
             bucket.fill()
@@ -166,11 +166,11 @@ class GradientReducer:
             if self.reduce_dtype is not None and self.comm.world_size > 1:
                 bucket.rounded_buffer = bucket.buffer.to(self.reduce_dtype)
             tensor = bucket.buffer if bucket.rounded_buffer is None else bucket.rounded_buffer
-            bucket.handle = self.comm.all_reduce_(tensor, f"{self.name}.gradients.{self._next}")
-            self._next += 1
+            bucket.handle = self.comm.all_reduce_(tensor, f"{self.name}.gradients.{self._next_bucket}")
+            self._next_bucket += 1
 
     def _reset(self) -> None:
-        self._next = 0
+        self._next_bucket = 0
         for bucket in self.buckets:
             bucket.n_ready, bucket.handle = 0, None
 
@@ -195,15 +195,15 @@ def split_by_size(
 
 
 def padded_size(parameter: Tensor) -> int:
-    """Numbers in the part of a bucket that belongs to a parameter. Each part begins at a multiple of 16 bytes, which
-    kernels load at once; a bias of 3 numbers would shift all parts after it. The padding stays 0."""
+    """Elements of a bucket for one parameter: padded with zeros, so that each parameter begins at a multiple of 16
+    bytes, which kernels load at once."""
     unit = max(ALIGNMENT_BYTES // parameter.element_size(), 1)
     return math.ceil(parameter.numel() / unit) * unit
 
 
 def view_like(parameter: nn.Parameter, chunk: Tensor) -> Tensor:
-    """A view of this part of a bucket, without its padding, with the parameter's strides: fused optimizers read both in
-    memory order."""
+    """A view of the parameter's ``chunk`` of a bucket, without padding and with the parameter's strides: fused
+    optimizers read both in memory order."""
     chunk = chunk[: parameter.numel()]
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return chunk.as_strided(parameter.shape, parameter.stride())

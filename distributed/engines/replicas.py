@@ -19,14 +19,14 @@ _MAX_ROWS = 2**21
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """By name, a number that depends on every bit of the tensor and on its position. Sums of integers do not depend on
-    their order, so the number is the same on every device."""
+    """By name, an integer that depends on every bit of a tensor and on its position. It is a sum of integers, which
+    does not depend on the order, so it is the same on every device."""
     sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
 def digest(sums: dict[str, int]) -> str:
-    """A few bytes that differ if two processes' ``checksums`` do (BLAKE2b)."""
+    """A short digest of ``checksums`` (BLAKE2b, hexadecimal)."""
     return hashlib.blake2b(json.dumps(sums).encode(), digest_size=16).hexdigest()
 
 
@@ -48,7 +48,7 @@ def _weighted_sum(sums: Tensor) -> Tensor:
 
 
 def check_replicas(module: nn.Module, when: str, gather_objects: Callable[[Any], list[Any]]) -> None:
-    """Collective: compare every weight and buffer with the root's.
+    """Compare every weight and buffer with the root's. Collective.
 
     Raises:
         TrainingStopped: a tensor differs; the text names the first one and the ranks.

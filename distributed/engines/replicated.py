@@ -1,6 +1,6 @@
-"""The engine of every backend that keeps the whole model on each process: single, ddp and horovod.
+"""The engine of every backend with the whole model on each process: single, ddp and horovod.
 
-These backends differ in their communicator only, so their numbers cannot differ.
+These backends differ only in their communicators, so they compute the same numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .arithmetic import LossScaler, all_finite, clip_divisor, gradient_norm
 from .base import Engine
 from .optimizer_state import check_names, live_weights, read_optimizer, unfuse, write_optimizer
-from .parts import OrderedSum
+from .ordered_sum import OrderedSum
 from .reducer import GradientReducer
 
 
@@ -46,10 +46,10 @@ class ReplicatedEngine(Engine):
         self._reducer.backward(loss, gradient, self._micro_batch, retain_graph)
 
     def _loss_scale(self) -> Tensor:
-        """The factor of the gradients. In fp16 it undoes each backward's weight of 1 / (accumulation x processes), with
-        which the gradients of many processes would underflow."""
-        parts = self._plan.grad_accum_steps * self._plan.world_size if self._scaler.enabled else 1
-        return self._scaler.scale * parts
+        """The factor of the gradients. In fp16 it undoes the weight 1 / (accumulation x processes) of each backward
+        pass, with which the gradients of many processes would underflow."""
+        count = self._plan.grad_accum_steps * self._plan.world_size if self._scaler.enabled else 1
+        return self._scaler.scale * count
 
     @torch.no_grad()
     def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
@@ -77,14 +77,14 @@ class ReplicatedEngine(Engine):
         return norm.float(), finite
 
     def _reduce_gradients(self, with_norm: bool) -> tuple[list[Tensor], Tensor | None]:
-        """Finish the sums over the processes. Returns the gradients that this process steps with, and the norm of the
-        whole model's gradients, 0-d fp64; None if the process has all gradients and nobody needs their norm."""
+        """Finish the sums over the processes. Returns the gradients that this process's optimizer uses, and the norm of
+        the whole model's gradients, 0-d fp64; None without `with_norm`."""
         self._reducer.finish()
         gradients = self._reducer.gradients
         return gradients, gradient_norm(gradients) if with_norm else None
 
     def _clear_gradients(self) -> None:
-        """Forget the gradients of this update."""
+        """Drop the gradients of this update."""
         self._reducer.zero_()
 
     def _read_state(self) -> dict[str, Any]:
@@ -102,8 +102,8 @@ class ReplicatedEngine(Engine):
 
 
 def cut_graph(model: nn.Module) -> None:
-    """Let torch.compile begin a new graph where the model calls each of its children ``cut_before`` (names). All
-    gradients of a graph appear at the end of its backward pass, so that with one graph none could be sent before."""
+    """Let torch.compile begin a new graph before each submodule that the model names in ``cut_before``. All gradients
+    of a graph are stored at the end of its backward pass: with one graph, none could be sent earlier."""
     for name in getattr(model, "cut_before", ()):
         model.get_submodule(name).register_forward_pre_hook(torch.compiler.disable(_end_graph))
 

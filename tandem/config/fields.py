@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tandem.io.renamed import SETTINGS
+
 DATA = "DATA"  # in a `Requirement`, stands for the script's flag for the training data, its `data_flag`
 
 
@@ -133,14 +135,31 @@ def specs_of(config: type) -> dict[str, Flag]:
 
 
 def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any) -> argparse.Action:
-    """Add a flag to an argument group."""
+    """Add a flag to an argument group, and hidden flags of its former names."""
     options, convert = dict(spec.options), spec.convert
     if isinstance(default, bool) and convert is None:
         options["action"] = argparse.BooleanOptionalAction if default else "store_true"
     elif convert is not None or "choices" in options:
         options["type"] = convert or str.lower
+    for former_name, (present_name, convert_value) in SETTINGS.items():
+        if present_name == name:
+            former_options = {**options, "type": _composed(convert_value, options["type"])} if convert else options
+            former = group.add_argument(f"--{former_name}", dest=name, default=default, **former_options)
+            former.help = argparse.SUPPRESS
     names = [f"--{alias}" for alias in (name, *spec.aliases)]
     return group.add_argument(*names, dest=name, default=default, help=spec.help, **options)
+
+
+def _composed(convert_value: Callable[[Any], Any], convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The converter of a flag's former name: of its text, then of its value (`tandem.io.renamed`)."""
+
+    def convert_text(text: str) -> Any:
+        try:
+            return convert_value(convert(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert_text
 
 
 @dataclass

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tandem import __version__
-from tandem.io.exits import MISTAKE, leave
+from tandem.io.exits import MISTAKE, exit_process
 from tandem.io.installed import HOME, IS_INSTALLED, installed_command
 from tandem.io.reading import printable
+from tandem.io.renamed import SETTINGS
 from tandem.io.writing import open_standard_streams
 
 from .converters import choice_error, config_names, config_value, did_you_mean, format_default, format_flag
@@ -104,7 +105,7 @@ class ArgumentParser(argparse.ArgumentParser):
             time.sleep(_ROOT_DELAY if is_agreed else _OTHERS_DELAY)
         if self._is_root() or not is_agreed:
             self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
-        leave(MISTAKE)
+        exit_process(MISTAKE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         complete(self)
@@ -309,7 +310,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         return {
             config_names(action)[0]: config_value(action, getattr(args, action.dest))
-            for action in self._config_flags.values()
+            for name, action in self._config_flags.items()
+            if name not in SETTINGS
         }
 
     def _parse_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -359,10 +361,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     @property
     def _config_flags(self) -> dict[str, argparse.Action]:
-        """Flags that a config file may set, by each of their names there."""
-        actions = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+        """Flags that a config file may set, by each of their names there, former ones included."""
+        actions = (action for action in self._actions if action.dest not in _COMMAND_LINE_ONLY)
         return {
-            name: action for action in actions if action.dest not in _COMMAND_LINE_ONLY for name in config_names(action)
+            name: action
+            for action in actions
+            for name in config_names(action)
+            if action.help is not argparse.SUPPRESS or name in SETTINGS
         }
 
 

@@ -49,14 +49,14 @@ def exit_codes(
     try:
         yield
     except Ended as end:
-        leave(end.code)
+        exit_process(end.code)
     except KeyboardInterrupt:
-        leave(INTERRUPTED)
+        exit_process(INTERRUPTED)
     except mistakes as mistake:
         error(str(mistake))
 
 
-def leave(code: int, *, at_once: bool = False) -> NoReturn:
+def exit_process(code: int, *, at_once: bool = False) -> NoReturn:
     """End this process with one of the codes above; scripts end processes only by it.
 
     ``at_once``: from any thread, without the interpreter's exit, which waits for threads and child processes.

@@ -33,7 +33,9 @@ _USUAL_PARTS = ("state_dict", "model_state_dict", "model", "module", "weights")
 PUBLISHED = "published"
 
 
-def weights_of(file: Published, source: str, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+def load_published_weights(
+    file: Published, source: str, heartbeat: Callable[[], None] = lambda: None
+) -> dict[str, Tensor]:
     """Tensors by name from the file ``source``, or from the published one. Raises ValueError, in one line."""
     return read_state_dict(fetch_file(file, heartbeat) if source == PUBLISHED else Path(source), published=str(file))
 

@@ -216,17 +216,16 @@ def open_standard_streams() -> None:
                 setattr(sys, name, open(null, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
 
 
-def say(text: str) -> None:
-    """Print one line on stderr, after the program's name; a closed stderr is ignored."""
-    with contextlib.suppress(OSError):
-        print(f"{program()}: {printable(text)}", file=sys.stderr, flush=True)
+def say(text: str, *, unbuffered: bool = False) -> None:
+    """Print one line on stderr, after the program's name; a closed stderr is ignored.
 
-
-def tell(text: str) -> None:
-    """As `say`, for threads other than the main one, which may be inside print, or blocked there by a stopped terminal.
-    On a terminal the line is printed below a progress bar."""
-    with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], _WRITE_SECONDS)[1]:
+    `unbuffered` is for threads other than the main one, which may be inside print, or blocked there by a stopped
+    terminal: the line is written past the stream, on a terminal below a progress bar.
+    """
+    with contextlib.suppress(OSError, *([ValueError] if unbuffered else [])):
+        if not unbuffered:
+            print(f"{program()}: {printable(text)}", file=sys.stderr, flush=True)
+        elif select.select([], [2], [], _WRITE_SECONDS)[1]:
             newline = "\n" if os.isatty(2) else ""
             os.write(2, f"{newline}{program()}: {printable(text)}\n".encode(errors="replace"))
 

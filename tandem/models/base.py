@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
 from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
+from tandem.io.renamed import rename_settings, rename_weights
 from tandem.io.weights import check_weights_file, on_cpu, replacing
 
 from .building import build_on_meta, build_with_weights, check_arguments
@@ -168,7 +169,7 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
             foreign_type = config.get("architectures") or config.get("model_type")
             hint = f", but one of transformers, {str(foreign_type)[:80]}" if foreign_type else ""
             raise ValueError(f"its {CONFIG_FILE} names no model of this package{hint}")
-        return class_name, {name: value for name, value in config.items() if name not in _EXTRAS}
+        return class_name, rename_settings({name: value for name, value in config.items() if name not in _EXTRAS})
 
 
 def holds_weights(folder: Path) -> bool:
@@ -191,7 +192,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for path, names in _weight_files(folder).items():
             with safe_open(check_weights_file(path), framework="pt") as file:
                 weights |= {name: file.get_tensor(name) for name in names or file.keys()}
-    return weights
+    return rename_weights(weights)
 
 
 def read_headers(folder: Path) -> dict[str, Headers]:

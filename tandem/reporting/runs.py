@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.io.reading import counted, error_text, read_json_or_empty, read_yaml
+from tandem.io.renamed import rename_settings
 from tandem.io.writing import is_stale_lock
 from tandem.training.metrics.directions import FAULTS
 from tandem.training.run_folder.starts import describe_placement, script_of, starts
@@ -110,6 +111,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The settings in config.yaml by name, and notes."""
     try:
         config = read_yaml(path)
+        config = rename_settings(config) if isinstance(config, dict) else config
     except FileNotFoundError:
         return {}, ["config.yaml is missing"]
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The Unets of a cascade, some of which are trained: each has its own engine, and together they are one decoder."""
+"""A decoder whose trained Unets have an engine each, behind the interface of a single engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class Cascade:
     """A decoder of which some Unets are trained by engines. The others keep their weights, without gradients.
 
-    It has the interface of an engine that `tandem.training.loop.Evaluation` needs, and its state is a part of the
-    checkpoint: the weights of the Unets that are not trained.
+    It has the methods of an engine that `Evaluation` and `make_ema` need; names of weights begin with their Unet, as
+    "unets.1.to_out.weight". Its state is a part of the checkpoint: the weights of the Unets that are not trained.
 
     Args:
         decoder: The decoder before its Unets are wrapped.
-        engines: Index of a Unet, from 0, -> its engine.
+        engines: The engines of the trained Unets, by the index of the Unet, from 0.
     """
 
     def __init__(self, decoder: Decoder, engines: Mapping[int, Any]) -> None:
@@ -34,11 +34,9 @@ class Cascade:
             unets = {index: stack.enter_context(engine.full_weights()) for index, engine in self._engines.items()}
             yield self._replace_unets(unets)
 
-    # The methods of an engine. Names begin with that of the Unet, as "unets.1.to_out.weight".
-
     @property
     def parts(self) -> list[str]:
-        """Prefixes of the names of the weights that each engine updates, in the engines' order."""
+        """For each engine, the prefix of the names of the weights that it updates."""
         return [f"unets.{index}." for index in self._engines]
 
     @property
@@ -50,7 +48,7 @@ class Cascade:
         return copy.deepcopy(self._replace_unets(unets)).float().requires_grad_(False)
 
     def _replace_unets(self, unets: Mapping[int, Any]) -> Decoder:
-        """The decoder with these in the place of its trained Unets."""
+        """The decoder with `unets`, by index, in the place of its own."""
         return self._decoder.with_unets([unets.get(index, unet) for index, unet in enumerate(self._decoder.unets)])
 
     def local_shards(self) -> dict[str, Tensor]:
@@ -68,12 +66,12 @@ class Cascade:
         return engine.shard(unet_name, full) if engine else full
 
     def _owner(self, name: str) -> tuple[Any, str]:
-        """The engine that trains a weight of the decoder, None if none does, and its name in the Unet."""
+        """The engine that trains a weight of the decoder, or None, and the weight's name in its Unet."""
         _, index, unet_name = name.split(".", 2)
         return self._engines.get(int(index)), unet_name
 
     def state_dict(self) -> dict[str, Any]:
-        """{"weights"}: those of the Unets that are not trained, by name, such as "1.to_out.weight"."""
+        """{"weights": the weights of Unets that are not trained, by name, such as "1.to_out.weight"}."""
         return {"weights": self._frozen_weights()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,34 +1,45 @@
-"""`--dry_run`: a few updates, a validation, a picture and a checkpoint, and the cost of the whole run."""
+"""`--dry_run`: makes a few updates, a validation, a picture and a checkpoint, and estimates the time of the whole
+run."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
 from tandem.io.exits import AskedToStop, Failed
 from tandem.io.reading import counted
+from tandem.io.writing import acquire_lock, is_stale_lock
 from tandem.training.logging.clock import peak_memory
-from tandem.training.logging.operations import matrix_product, name_of
-from tandem.training.logging.progress import duration
+from tandem.training.logging.operations import device_name, measure_matmul_flops
+from tandem.training.logging.progress import format_duration
+from tandem.training.run_folder.starts import starts
 
 if TYPE_CHECKING:
+    from tandem.distributed import ProcessGroup
+
     from .evaluation import Action
     from .run import Run
 
 _UPDATES = 3  # of which the first one may compile, choose kernels and start loaders
+_FOLDER_PREFIX = ".dry-run-"
+_FOLDER_LOCK = ".dry_run"  # only in the folder of a dry run
 
 
 def run_dry(
     run: Run, actions: Sequence[Action], batch: Any, kind: Callable[[int, Any], Hashable]
 ) -> Iterator[tuple[int, Any]]:
-    """Yields updates as `tandem.training.loop.updates`, then does each of `actions` once, measurements first, and
-    prints the time of each and of the whole run with these flags."""
+    """Yields a few updates like `loop.updates`, then does each of `actions` once, and prints the time of each and of
+    the whole run with these flags. `kind`: see `loop.updates`."""
     seconds: list[float] = []
     kinds: list[Hashable] = []
     total, device = run.progress.total_steps, run.processes.device
@@ -54,19 +65,19 @@ def run_dry(
         total_seconds += timing[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
     feed = run.feed
     feed.report_bad_samples(run.say)
-    if n_used := len(feed.validated):
-        n_whole = len(feed.valid_set)
-        total_seconds += action_seconds["validation"] * (n_whole / n_used if n_used < n_whole else 0)
+    if validated := len(feed.validated):
+        split = len(feed.valid_set)
+        total_seconds += action_seconds["validation"] * (split / validated if validated < split else 0)
     hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{hint}")
-    run.warn(_utilization(run, kinds[seconds.index(per_update)], per_update))
+    run.say(_utilization(run, kinds[seconds.index(per_update)], per_update))
     run.say("; ".join(f"{name} {timing:.3g} s" for name, timing in action_seconds.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
     memory = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(p[name] for p in peaks):.3g} GB" for name in peaks[0])
     newest = run.checkpoints.latest() if run.is_root else None
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {memory}; a checkpoint has {n_bytes / 1e6:.3g} MB")
-    summary = f"the whole run, {counted(total, 'update')} with all that, would take {duration(total_seconds)}"
+    summary = f"the whole run, {counted(total, 'update')} with all that, would take {format_duration(total_seconds)}"
     if total_seconds > run.clock.run_seconds:
         reachable = counted(max(1, int(total * run.clock.run_seconds / total_seconds)), "update")
         summary += f"; --max_minutes {run.args.max_minutes:g} ends it after about {reachable}"
@@ -77,16 +88,16 @@ def run_dry(
 
 
 def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
-    """The operations of an update and their share of what the devices could do; None if not counted. Collective."""
+    """A line on the operations of an update and their share of the devices' peak; None if unknown. Collective."""
     processes = run.processes
     device, precision = processes.device, run.backend.options.precision
     flops = processes.sum({"flops": run.operations.flops_of(kind)})["flops"]
     if math.isnan(flops):
         return None
     if run.peak:
-        max_rate, reference = run.peak, f"the peak of {processes.world_size} x {name_of(device)}"
+        max_rate, reference = run.peak, f"the peak of {processes.world_size} x {device_name(device)}"
     else:  # all processes at once, as they train
-        max_rate = processes.sum({"flops": matrix_product(device, precision)})["flops"]
+        max_rate = processes.sum({"flops": measure_matmul_flops(device, precision)})["flops"]
         reference = f"the rate of a matrix product on {'this CPU' if device.type == 'cpu' else 'this device'}"
     rate = flops / seconds
     return (
@@ -102,9 +113,44 @@ def _format_flop(number: float) -> str:
 
 @contextlib.contextmanager
 def _timed(seconds: list[float], device: torch.device) -> Iterator[None]:
-    """Context that appends its seconds, those of the device included, to a list."""
+    """Context that appends the seconds that it takes, those of the device included, to a list."""
     start = time.monotonic()
     yield
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     seconds.append(time.monotonic() - start)
+
+
+def folder_beside(output_dir: str, processes: ProcessGroup) -> str:
+    """Create a temporary folder beside a run folder. The root deletes it when its process ends, at the latest, with the
+    parents that it created. It also deletes such folders of dry runs that were killed on its machine.
+
+    Raises:
+        UserMistake: one line, if it cannot be made.
+    """
+    path = None
+    with processes.raise_on_all_ranks():
+        if processes.is_root:
+            parent = Path(os.path.abspath(output_dir)).parent
+            missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+            parent.mkdir(parents=True, exist_ok=True)
+            for old_folder in filter(_is_left_behind, parent.glob(f"{_FOLDER_PREFIX}*")):
+                shutil.rmtree(old_folder, ignore_errors=True)
+            path = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
+            atexit.register(_delete_folder, Path(path), missing, acquire_lock(Path(path, _FOLDER_LOCK)))
+    return str(processes.broadcast_object(path))
+
+
+def _is_left_behind(folder: Path) -> bool:
+    """Whether a dry run left this folder when it was killed on this machine, and no other run has begun in it."""
+    is_old = not folder.is_symlink() and is_stale_lock(folder / _FOLDER_LOCK)
+    return is_old and all("--dry_run" in start.get("command", ()) for start in starts(folder))
+
+
+def _delete_folder(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
+    """Delete a folder and its empty parents, then release `lock`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for parent in parents:
+            parent.rmdir()
+    lock.close()

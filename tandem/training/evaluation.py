@@ -1,4 +1,4 @@
-"""What a script asks of the loop: how its models are evaluated, and what else happens every n updates."""
+"""What a script passes to the loop: how its models are evaluated, and what else happens every n updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from .ema import Average
+from .ema import WeightAverages
 
 if TYPE_CHECKING:
     from tandem.training.run_folder.best import BestModel
@@ -23,10 +23,10 @@ class Action:
     Args:
         name: Its name in a dry run.
         every: The number n of updates; 0: only at the end.
-        do: May return values for the line of metrics.
-        is_requested: Whether it happens after this update in any case.
-        measures: Whether its values belong to the line of metrics, which is then written after it. As it may take long,
-            the checkpoint of the same update comes first, and records that this action is still to be done.
+        do: Does it; may return values for the line of metrics.
+        measures: Whether the line of metrics is written after it, with its values. As it may take long, the checkpoint
+            of the same update comes first, and records that this action is still to be done.
+        is_requested: Returns whether it happens after this update in any case.
     """
 
     name: str
@@ -47,24 +47,23 @@ class Evaluation:
             process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is the
             number of the newest update, from 0, as the loop yields it.
         draw: ({"online": model, "ema": average}, samples of `TrainingData.preview`, step) -> the picture for samples/,
-            alone or with further files (`Sample`). The averages have the names that `average.averages` gives them;
-            there may be none. Called on the root alone, where it must not contain collectives; see
-            `is_collective_draw`.
+            alone or with further files (`Sample`). The averages, if there are any, have the names of
+            `average.averages`. Called on the root alone, so it must not contain collectives; see `is_collective_draw`.
         write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
-            The first one also writes best/. The model is the average if there is one.
-        best: Keeps the model of the best validation, if the script wants it.
+            The first one also writes best/. The model is that of `ema.final_weights`.
+        best: Saves the model of the best validation; None: it is not saved.
         name: Distinguishes the metrics and pictures of several models; "" for one.
         picture_name: The picture's name in the trackers.
-        use: A command that uses the model in the first path of `write`, for the last line of the run: the script and
-            its flags besides --model; empty: none.
+        use: A command that uses the model, for the last line of the run: the script and its flags besides --model,
+            which names the first path of `write`; empty: none.
         watch: (completed updates, line of metrics) -> warnings to print, each in one line. Called on every process for
             every line, which holds the same reduced values everywhere, those of `validate` among them.
-        is_collective_draw: Call `draw` on every process, so that it may share its work between them and contain
-            collectives. Only the root's picture is written.
+        is_collective_draw: Call `draw` on every process, so that it may contain collectives. Only the root's picture is
+            written.
     """
 
     engine: Any
-    average: Average
+    average: WeightAverages
     validate: Callable[[Any, int], Mapping[str, Any]]
     draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
     write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
@@ -80,6 +79,5 @@ class Evaluation:
 
 
 def final_model(models: Mapping[str, Any]) -> Any:
-    """Choose from the models that `Evaluation.draw` gets the one that the run keeps: the first average if there is
-    any."""
+    """The model of the run among the models of `Evaluation.draw`: the first average if there is one."""
     return next((model for name, model in models.items() if name != "online"), models["online"])

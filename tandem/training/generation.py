@@ -1,4 +1,4 @@
-"""Pictures that a decoder draws from noise: spread over the processes, and the same on any number of them."""
+"""Sampling of pictures from a decoder, spread over the processes, and the same on any number of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.training.metrics.generation import GenerationQuality
-from tandem.training.visuals.images import caption_of, grid
+from tandem.training.visuals.images import grid, shorten_caption
 
 from .noise import Noise
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from tandem.models import Decoder
     from tandem.models.features.clip import Clip
 
-# Pictures that are drawn at once. Kernels may round differently for another number, so it does not depend on the number
-# of processes. Fewer for the few pictures that are shown, so that no process draws all of them.
+# Pictures that a process samples at once. Kernels may round differently for another number, so it does not depend on
+# the number of processes. CHUNK_SHOWN is for the few pictures of `draw`, so that all processes share them.
 CHUNK, CHUNK_SHOWN = 16, 4
 
 Batch = Mapping[str, Any]
 
 
-class _Abandoned(Exception):
-    """This process was asked to stop while it draws; all of them learn it after the chunk."""
+class _Interrupted(Exception):
+    """A stop request has reached this process while it samples; the others receive it after their chunk."""
 
 
 def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
-    """The source of noise for `models.Decoder.sample`: a picture's noise depends only on its number and the seed."""
+    """The noise for `models.Decoder.sample`; that of a picture depends only on its number and the seed."""
 
     def unet_noise(index: int) -> Callable[..., Tensor]:
         def draw(name: str, step: int, shape: Sequence[int]) -> Tensor:
@@ -46,11 +46,11 @@ def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callabl
 
 
 class Generation:
-    """Draws pictures for the conditions of a feed.
+    """Samples pictures for the conditions of a feed.
 
     Args:
         conditions: Batch -> the conditions of its pictures, (b, ...) each.
-        sampling: How noise becomes pictures, as the decoder takes it.
+        sampling: The argument `sampling` of `Decoder.sample`.
         autocast: The precision of the decoder's forward passes.
     """
 
@@ -68,8 +68,8 @@ class Generation:
 
     @torch.no_grad()
     def measure(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
-        """Draw a picture for each of `count` samples of the validation split, which is repeated if it holds fewer;
-        return their quality beside the real images, with the cosines of `clip`. Collective."""
+        """The quality of a picture for each of `count` samples of the validation split, which is repeated if it has
+        fewer, beside the real images; with the cosines of `clip`. Collective."""
 
         def add(numbers: range) -> None:
             batch = self._feed.validation_samples(numbers)
@@ -85,8 +85,8 @@ class Generation:
         return quality.result(self._processes.sum, self._processes.gather)
 
     def draw(self, decoder: Decoder, samples: Batch) -> Image.Image:
-        """A row for each sample: its image, then what each Unet draws for its condition; labelled by its caption.
-        Collective; the picture is whole on every process."""
+        """A row for each sample: its image, then the picture of each Unet for its condition; labelled by its caption.
+        Collective; every process returns the whole picture."""
         conditions, images = self._conditions(samples), samples["images"].float() / 255
         count, positions = len(images), []
         unet_columns: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
@@ -108,7 +108,7 @@ class Generation:
         largest = max(column.shape[-1] for column in columns)
         resized = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
         rows = torch.stack(resized, dim=1)
-        captions = [caption_of(samples["captions"][position]) for position in range(count)]
+        captions = [shorten_caption(samples["captions"][position]) for position in range(count)]
         return grid(
             {f"{number} {caption}": row for number, (caption, row) in enumerate(zip(captions, rows, strict=True), 1)}
         )
@@ -122,30 +122,27 @@ class Generation:
         def report_step(done: int, total: int) -> None:
             self._processes.heartbeat("drawing pictures")
             if self._processes.stop.is_requested_here:
-                raise _Abandoned
+                raise _Interrupted
 
         report_step(0, 0)
         with self._autocast():
             return decoder.sample(conditions, noise, self._sampling, batch=len(numbers), on_step=report_step, **options)
 
     def _draw_in_rounds(self, count: int, chunk: int, draw: Callable[[range], None]) -> None:
-        """Call `draw` with the numbers of the pictures that this process draws, in chunks of one size; those from
-        `count` on only fill the last chunk. After each chunk all processes ask whether to stop, as the feed does
-        between batches; one that was asked itself does not wait for the end of its chunk. Collective."""
+        """Call `draw` with the numbers of the pictures that this process samples, in chunks of one size; numbers from
+        `count` on only fill the last chunk. After each chunk all processes check for a stop request, as the feed does
+        between batches; a request to this process interrupts its chunk. Collective."""
         size = min(chunk, count)
         for round_start in range(0, count, self._processes.world_size * size):
             start = round_start + self._processes.rank * size
-            with (
-                self._processes.raise_on_all_ranks(),
-                suppress(_Abandoned),
-            ):  # some processes may have none left, and wait
-                if start < count:
+            with self._processes.raise_on_all_ranks(), suppress(_Interrupted):
+                if start < count:  # else this process only waits for the others
                     draw(range(start, start + size))
             self._feed.check_stop_request()
 
 
 def sampling_example(args: argparse.Namespace) -> list[str]:
-    """Flags of sample.py, besides --model, with which the trained model can draw."""
+    """Flags of sample.py, besides --model, that sample from the trained model."""
     if not args.condition_on:
         flags = ["--count", "4"]
     elif args.clip:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from PIL import Image
@@ -15,12 +16,40 @@ from tandem.io.exits import AskedToStop
 from .dry_run import run_dry
 from .ema import final_weights
 from .evaluation import Action, Evaluation
-from .garbage import synchronized_collection
 
 if TYPE_CHECKING:
     from .run import Run
 
+P = ParamSpec("P")
+_COLLECTION_INTERVAL = 100  # updates; docs/devices.md says what a collection finds
 
+
+def collect_synchronously(updates: Callable[P, Iterator[tuple[int, Any]]]) -> Callable[P, Iterator[tuple[int, Any]]]:
+    """Decorator of `updates`, by which Python collects garbage after the same updates on all processes. Otherwise each
+    process would collect after another update, and all others would wait. A full collection takes 0.26 s, most of it
+    for imported objects: these are frozen after the first update."""
+
+    @wraps(updates)
+    def collecting(*args: P.args, **kwargs: P.kwargs) -> Iterator[tuple[int, Any]]:
+        was_enabled, is_first = gc.isenabled(), True
+        try:
+            for step, batch in updates(*args, **kwargs):
+                yield step, batch
+                if is_first or (step + 1) % _COLLECTION_INTERVAL == 0:
+                    gc.collect()
+                if is_first:
+                    gc.freeze()
+                    gc.disable()
+                is_first = False
+        finally:
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
+
+    return collecting
+
+
+@collect_synchronously
 def updates(
     run: Run,
     *evaluations: Evaluation,
@@ -28,49 +57,33 @@ def updates(
     extra_actions: Sequence[Action] = (),
     kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
-    order: count the update, exit if the run is asked to stop, and do the `actions` that are due. The line of metrics is
+    """Yields the number of each update, from 0, and its batch; the caller makes the update. After each, in this order:
+    count the update, exit if the run is asked to stop, and do the `actions` that are due. The line of metrics is
     written before them, or after those that measure. If the run is asked to stop before or during a validation or a
-    picture, it stops at once, and its next start makes up for that. The actions of `extra_actions` need the validation
-    split, and are left out without one. After the last update the models are written. Yields nothing if the run is
-    complete.
+    picture, it stops at once, and its next start makes this evaluation. After the last update the models are written.
+    Yields nothing if the run is complete.
 
-    `kind` is (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
-    operations the update has.
+    Args:
+        preview: Number of samples of the pictures.
+        extra_actions: Need the validation split, and are left out without one.
+        kind: (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
+            operations the update has.
 
     Raises:
         AskedToStop: after a stop request, for which the run is saved.
         Failed: the last checkpoint or model cannot be written.
     """
-    with synchronized_collection() as collect:
-        is_first = True
-        for step, batch in _updates(run, evaluations, preview, extra_actions, kind):
-            yield step, batch
-            if is_first:
-                run.prepare_saves()
-            is_first = False
-            collect(step + 1)
-
-
-def _updates(
-    run: Run,
-    evaluations: Sequence[Evaluation],
-    preview: int,
-    extra_actions: Sequence[Action],
-    kind: Callable[[int, Any], Hashable],
-) -> Iterator[tuple[int, Any]]:
-    """`updates` without `synchronized_collection`."""
     run.notify("start", evaluations)
     for evaluation in evaluations:
         if evaluation.best:
             evaluation.best.catch_up(run.progress.step, run.previous_evaluation)
-            run.warn(evaluation.best.failure)
+            run.say(evaluation.best.failure)
     if run.is_complete:
         run.close()
         return
     feed = run.feed
     run.say(f"{feed.summary()}; {run.length}")
-    run.warn(feed.skipped)
+    run.say(feed.skipped)
     batch = feed.start(run.progress.samples)
     samples = feed.preview(preview)
 
@@ -122,7 +135,7 @@ def _updates(
 
 
 def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, extra_actions: Sequence[Action]) -> list[Action]:
-    """The actions of a run, in this order. The save comes first, because a validation may take longer than a scheduler
+    """The actions of a run, in their order. The save comes first, because a validation may take longer than a scheduler
     waits."""
     args = run.args
     validation = Action(
@@ -136,12 +149,11 @@ def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, extra_act
 
 
 def _due(run: Run, all_actions: Sequence[Action]) -> list[Action]:
-    return [action for action in all_actions if run.due(action.every) or action.is_requested()]
+    return [action for action in all_actions if run.progress.due(action.every) or action.is_requested()]
 
 
 def _run_actions(run: Run, evaluations: Sequence[Evaluation], due_actions: Sequence[Action]) -> None:
-    """Do what is due after the newest update, then write the line that waits for it: a written line means that all is
-    done."""
+    """Do what is due after the newest update, then write the postponed line: a written line means that all is done."""
     line = dict(run.progress.unfinished_line or {})
     for action in due_actions:
         line |= action.do() or {}
@@ -156,7 +168,7 @@ def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, 
         run.write_line({**line, "bad_samples": run.feed.bad_samples.count})
         for evaluation in evaluations:
             for warning in evaluation.watch(run.progress.step, line):
-                run.warn(warning)
+                run.say(warning)
 
 
 def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
@@ -174,22 +186,22 @@ def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
 def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
     with run.clock.validating() as share:
         values = {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
-    if not run.progress.finished:  # at the end, advice comes too late, and a validation may have more samples
+    if not run.progress.finished:  # the last validation may have more samples
         run.report_validation_share(share())
     return values
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
-    """Validate the trained weights and their averages, and keep the best model. Returns all values by name: "valid/..."
-    of the same samples each time, so that they can be compared, and at the end of the run "valid_whole/..." of the
-    whole validation split, if that has more."""
+    """Validate the trained weights and their averages, and save the best model. Returns all values by name: "valid/..."
+    of the same samples each time, and at the end of the run "valid_whole/..." of the whole validation split, if that
+    has more samples."""
     values = _validate_versions(run, evaluation, "valid")
     if best := evaluation.best:
         (write, *_) = evaluation.write.values()
         with final_weights(evaluation.engine, evaluation.average) as model:
-            step, write_model = run.progress.step, partial(run.writing, "the best model", partial(write, model))
+            step, write_model = run.progress.step, partial(run.write_slowly, "the best model", partial(write, model))
             best.save_if_better(values, step, write_model, run.folder.check_is_here)
-        run.warn(best.failure)
+        run.say(best.failure)
     if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
         run.feed.sees_whole_split = True
         values |= _validate_versions(run, evaluation, "valid_whole")

@@ -13,14 +13,13 @@ from tandem.hashing import GOLDEN_GAMMA, MASK64, mix64
 
 Device = torch.device | str
 
-# Replaces an exact 0, whose logarithm is infinite: half the distance between two uniform numbers.
+# In the place of an exact 0, whose logarithm is infinite: half the distance between two uniform numbers.
 _SMALLEST_UNIFORM = 2.0**-25
 
 
 def splitmix64(word: int) -> int:
     """The output of SplitMix64 that follows the state `word`, in [0, 2^64): a bijection."""
-    mixed: int = mix64((word + GOLDEN_GAMMA) & MASK64)
-    return mixed
+    return int(mix64((word + GOLDEN_GAMMA) & MASK64))
 
 
 class Noise:
@@ -77,8 +76,8 @@ class Noise:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
         seeds = [self.seed_of(step, position) for position in positions]
         if rows.device.type == "cpu":
-            # One generator with a new key for each row: a new generator takes ten times as long, because NumPy first
-            # asks the system for a random seed.
+            # One generator with a new key for each row: a new generator would take ten times as long, because NumPy
+            # first reads a random seed from the system.
             philox = np.random.Philox(key=0)
             state = philox.state
             generator = np.random.Generator(philox)

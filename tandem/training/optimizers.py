@@ -1,8 +1,8 @@
-"""Optimizers of transformers."""
+"""AdamW or Lion, with weight decay of matrices only."""
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ def make_optimizer(
     """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
 
     Weights with two or more dimensions above 1 decay, except scales, biases and embeddings of a missing condition
-    (named gamma, bias or null_...), of which several may lie in one tensor. With one dimension above 1, as in (1, d, 1,
-    1), or none, nothing decays. Frozen weights have no state.
+    (named gamma, bias or null_...). Other weights, as of shape (1, d, 1, 1), do not decay. Frozen weights have no
+    state.
 
     Raises:
         ValueError: one line, if the package is missing.
@@ -28,7 +28,9 @@ def make_optimizer(
     other_weights: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            (decaying if _decays(name, weight) else other_weights).append(weight)
+            is_matrix = sum(size > 1 for size in weight.shape) >= 2
+            decays = is_matrix and not _NO_DECAY_NAMES.fullmatch(name.rpartition(".")[2])
+            (decaying if decays else other_weights).append(weight)
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": other_weights, "weight_decay": 0.0}]
     if not lion:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
@@ -47,8 +49,7 @@ def make_optimizer(
     optimizer.update_fn = update_scaled
     # Like the fused AdamW, it takes the divisor of the gradients and the skip flag from the engine.
     optimizer._step_supports_amp_scaling = True
-    lion_optimizer: torch.optim.Optimizer = optimizer
-    return lion_optimizer
+    return cast(torch.optim.Optimizer, optimizer)
 
 
 @torch.no_grad()
@@ -60,8 +61,8 @@ def update_unless(
     moment: Tensor,
     *settings: float,
 ) -> None:
-    """``update(weight, gradient, moment, *settings)``, in place; where ``skips`` (0-d) is not 0, both stay as they are.
-    Only on a CPU does the host read ``skips``: elsewhere it would wait for the device."""
+    """``update(weight, gradient, moment, *settings)``, in place; if ``skips`` (0-d) is not 0, weight and moment stay as
+    they are. The host reads ``skips`` only on a CPU: elsewhere it would wait for the device."""
     if skips is None or skips.device.type == "cpu":
         if skips is None or not bool(skips):
             update(weight, gradient, moment, *settings)
@@ -70,8 +71,3 @@ def update_unless(
     update(weight, gradient, moment, *settings)
     for tensor, old in zip((weight, moment), previous, strict=True):
         tensor.copy_(torch.where(skips.bool(), old, tensor))
-
-
-def _decays(name: str, weight: nn.Parameter) -> bool:
-    is_matrix = sum(size > 1 for size in weight.shape) >= 2
-    return is_matrix and not _NO_DECAY_NAMES.fullmatch(name.rpartition(".")[2])

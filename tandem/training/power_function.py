@@ -1,4 +1,4 @@
-"""Profiles of averages of weights that are powers of time, and how to make one of another length from stored ones.
+"""Power-function profiles of averages of weights, and the average of another length from stored ones (post-hoc EMA).
 
 Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", sections 3.1 and 3.2.
 """
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: The length of the plain mean of all updates, exponent 0: no average that weighs late updates more is longer.
+#: The relative length of the plain mean of all updates, exponent 0; a larger exponent has a smaller length.
 LONGEST = 1 / math.sqrt(12)
 
 # Singular directions of the profiles' inner products below this fraction of the largest are rounding of float64.
 _ROUNDING = 1e-13
-# Smaller coefficients are rounding of the solution: the largest is about 1, and thousands of profiles are nearly alike.
+# Smaller coefficients are rounding errors of the solution: the largest is about 1, and many profiles are nearly alike.
 _NO_COEFFICIENT = 1e-6
 
 
@@ -51,9 +51,8 @@ def exponent_of(length: float) -> float:
 def inner_products(first: Sequence[Profile], second: Sequence[Profile]) -> Tensor:
     """Integrals of the products of profiles over time: n and m of them -> float64 (n, m).
 
-    For profiles that end at S <= T with exponents f and g: (f + 1) (g + 1) / (f + g + 1) (S / T)^g / T. Of the two
-    quotients of powers that the integral gives, one cancels, so that nothing overflows.
-    """
+    For profiles that end at S <= T with exponents f and g: (f + 1) (g + 1) / (f + g + 1) (S / T)^g / T, which contains
+    no power that overflows."""
     (t, f), (u, g) = (torch.tensor(profiles, dtype=torch.float64).unbind(1) for profiles in (first, second))
     t, f, u, g = t[:, None], f[:, None], u[None], g[None]
     later, later_exponent = torch.maximum(t, u), torch.where(t > u, f, g)
@@ -61,7 +60,7 @@ def inner_products(first: Sequence[Profile], second: Sequence[Profile]) -> Tenso
 
 
 def coefficients(stored: Sequence[Profile], target: Profile) -> tuple[Tensor, float]:
-    """The coefficients with which stored averages add up to one with the target profile.
+    """The coefficients with which stored averages add up to the average with the target profile.
 
     Least squares of the difference of the profiles over time (Karras et al. 2024, algorithm 3), among the coefficients
     whose sum is 1: a sum of averages is an average of the weights only then.
@@ -76,12 +75,12 @@ def coefficients(stored: Sequence[Profile], target: Profile) -> tuple[Tensor, fl
     products = inner_products(stored, stored) / (norms[:, None] * norms)
     target_products = inner_products(stored, [target])[:, 0] / (norms * norm)
     inverse = torch.linalg.pinv(products, rtol=_ROUNDING, hermitian=True)
-    contributions = norm / norms  # coefficients of scaled profiles -> their contribution to the sum
-    unconstrained, correction = inverse @ target_products, inverse @ contributions
-    scaled_weights = unconstrained - correction * ((contributions @ unconstrained - 1) / (contributions @ correction))
-    weights = scaled_weights * contributions
-    weights = torch.where(weights.abs() > _NO_COEFFICIENT, weights, 0.0)
-    weights /= weights.sum()
-    scaled_weights = weights / contributions
-    residual = 1 - 2 * scaled_weights @ target_products + scaled_weights @ products @ scaled_weights
-    return weights, math.sqrt(max(residual.item(), 0.0))
+    unscaling = norm / norms  # coefficients = unscaling x coefficients of scaled profiles
+    unconstrained, correction = inverse @ target_products, inverse @ unscaling
+    scaled_solution = unconstrained - correction * ((unscaling @ unconstrained - 1) / (unscaling @ correction))
+    solution = scaled_solution * unscaling
+    solution = torch.where(solution.abs() > _NO_COEFFICIENT, solution, 0.0)
+    solution /= solution.sum()
+    scaled_solution = solution / unscaling
+    residual = 1 - 2 * scaled_solution @ target_products + scaled_solution @ products @ scaled_solution
+    return solution, math.sqrt(max(residual.item(), 0.0))

@@ -1,4 +1,7 @@
-"""A run: its folder, clock, trackers and checkpoints."""
+"""The object Run of a training script: folder, clock, logs and checkpoints of a run, and how it resumes and ends.
+
+The processes start in `tandem.launch`; the loop over the updates is in loop.py.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,28 @@ from tandem.config.public_names import batch_arithmetic
 from tandem.devices import has_pinned_memory
 from tandem.io.exits import AskedToStop, Failed
 from tandem.io.reading import counted, error_text
-from tandem.training.checkpoint.averages import AverageFiles
+from tandem.training.checkpoint.ema_files import EMAFiles
 from tandem.training.checkpoint.format import damage_error
 from tandem.training.checkpoint.listing import step_of
-from tandem.training.checkpoint.models import MODELS, Models
+from tandem.training.checkpoint.models import MODELS, ModelDescriptions
 from tandem.training.checkpoint.store import Checkpoints, Stateful
+from tandem.training.dry_run import folder_beside
 from tandem.training.logging.clock import Clock
 from tandem.training.logging.metrics import Metrics
-from tandem.training.logging.operations import Operations, peak_of_all
+from tandem.training.logging.operations import Operations, total_peak_flops
 from tandem.training.logging.profiling import Profiler
 from tandem.training.logging.progress import (
     Progress,
     ProgressDisplay,
-    changes,
     closing_lines,
-    describe_length,
+    describe_changes,
     describe_part,
-    duration,
+    format_duration,
     format_setting,
-    total_steps_from,
+    run_length,
 )
 from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import TIMES
-from tandem.training.run_folder.dry_run_folder import folder_beside
 from tandem.training.run_folder.folder import RunFolder, check_apart
 from tandem.training.run_folder.starts import end_start
 from tandem.training.visuals.images import Sample, to_png
@@ -57,13 +59,13 @@ _SAMPLE_FOLDER_FLAGS = ("image_folder", "video_folder", "audio_data", "valid_fol
 
 
 class Run:
-    """Everything about a run that is not its model, data or loss. Every process calls every method. Tests and
-    benchmarks interrupt and measure runs by `watched` alone.
+    """What a training script uses besides model, data and loss. Every process calls every method. Tests and benchmarks
+    interrupt and measure runs by `watched` alone.
 
     Args:
         args: The arguments of the run (`tandem.config.parser`).
         settings: Every argument by flag name, for config.yaml.
-        models: The trained models by the names of their parts of a checkpoint, which describes them (`Models`).
+        models: The trained models by the names of their parts of a checkpoint (`ModelDescriptions`).
         columns: The metrics that the terminal shows (`MetricsTable`).
 
     Raises:
@@ -84,7 +86,7 @@ class Run:
     ) -> None:
         self.args, self._settings, self.backend, self.feed = args, settings, backend, feed
         self.processes = processes = backend.processes
-        self._model_descriptions, self._columns = Models(models), columns
+        self._model_descriptions, self._columns = ModelDescriptions(models), columns
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
         with processes.raise_on_all_ranks():  # of its own, because links may differ between machines
@@ -99,24 +101,23 @@ class Run:
                 self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
             )
         size = feed.samples_per_epoch
-        total_steps = backend.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
-        self._length_flag, self.length = describe_length(
+        backend.total_updates, self._length_flag, self.length = run_length(
             args.epochs, args.max_steps, size, args.batch_size, args.max_minutes
         )
-        self.progress = Progress(args.batch_size, size, total_steps)
+        self.progress = Progress(args.batch_size, size, backend.total_updates)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
             sync_first=self.folder.metrics_file, check=self.folder.check_is_here,
         )  # fmt: skip
-        self._averages = AverageFiles(self.folder.path / "snapshots")
+        self._averages = EMAFiles(self.folder.path / "snapshots")
         self._models: list[str] = []  # paths of the models that were written
         self._write_failure: str | None = None  # why a model could not be written, on the root
         limits = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
         self.clock, self._is_late = Clock(processes, *limits), False
         self._has_reported_validations = False
-        #: Whether a checkpoint is due by --save_every_minutes; `check_clock` sets it on all processes.
+        #: Whether a checkpoint is due by --save_every_minutes; `check_clock` sets it.
         self.is_save_due, self._next_clock_step = False, 0
-        #: Values of the evaluation of the checkpoint's update, if it was made before the run ended.
+        #: Values of the evaluation after the checkpoint's update, if an earlier start has made it.
         self.previous_evaluation: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
@@ -125,28 +126,22 @@ class Run:
             is_compiled=args.compile, is_unknown=args.compile and getattr(args, "gradient_checkpointing", False)
         )
         self._metrics = Metrics(
-            args.log_every_n_steps,
-            self.progress,
-            processes,
-            backend.grad_accum_steps,
-            self.clock,
-            self.operations,
+            args.log_every_n_steps, self.progress, processes, backend.grad_accum_steps, self.clock, self.operations,
             histogram_interval,
-        )
+        )  # fmt: skip
         #: Operations per second that the devices of all processes could make; None: that is not known.
-        self.peak = peak_of_all(processes, backend.options.precision)
-        # For the updates of the scripts.
+        self.peak = total_peak_flops(processes, backend.options.precision)
         self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
 
     @classmethod
     @contextmanager
     def watched(cls, watch: Callable[[Run, str, Any], object]) -> Iterator[None]:
-        """Context in which the loop calls `watch` with the run, the name of an event and what it is about:
+        """Context in which the loop calls `watch` with the run, the name of an event and its subject:
 
             "start"       the evaluations, before the first batch is loaded
             "update"      the batch of update `progress.step` (from 0), which is about to be made
             "updated"     the same batch, when that update is made and counted, before anything that follows it
-            "evaluation"  None, between the steps of validations and pictures, before the run looks for a stop request
+            "evaluation"  None, between the steps of validations and pictures, before the check for a stop request
 
         Every process calls it, so that it may contain collectives of `processes`. It may replace `feed.batches`, the
         loader's batches for the updates that follow. An error that it raises ends the run like an error of the script.
@@ -158,19 +153,19 @@ class Run:
         finally:
             cls._watchers.remove(watch)
 
-    def notify(self, event: str, about: Any = None) -> None:
-        """Call the functions given to `watched` with an event of the loop."""
+    def notify(self, event: str, subject: Any = None) -> None:
+        """Call the functions of `watched` with an event of the loop."""
         for watch in self._watchers:
-            watch(self, event, about)
-
-    @property
-    def is_root(self) -> bool:
-        return self.processes.is_root
+            watch(self, event, subject)
 
     @property
     def is_line_due(self) -> bool:
         """Whether a line of metrics follows the update that is being made."""
         return self._metrics.due
+
+    @property
+    def is_root(self) -> bool:
+        return self.processes.is_root
 
     @property
     def are_codes_due(self) -> bool:
@@ -228,28 +223,28 @@ class Run:
         self.display.remember(self.tracker.last_validation)
         for line in messages:
             self.say(line)
-        self.warn(self.args.config_note)
+        self.say(self.args.config_note)
         self.say(self.backend.summary())
-        self.warn(batch_arithmetic(self.args, processes.world_size))
-        self.warn(", ".join(filter(None, map(describe_part, parts.values()))))
+        self.say(batch_arithmetic(self.args, processes.world_size))
+        self.say(", ".join(filter(None, map(describe_part, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
             self.say(f"resumed from {latest}")
-            for line in changes(written_by, self.backend.describe()):
+            for line in describe_changes(written_by, self.backend.describe()):
                 self.say(line)
             for name, (old, new) in changed_flags.items():
                 self.say(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
         if self.is_complete:
+            flag = "--max_minutes" if self.progress.last_step < self.progress.total_steps else self._length_flag
             self.say(
-                f"this run is finished, its model is in {self.folder.model_dir}; "
-                f"give a larger {'--max_minutes' if self._is_cut_short else self._length_flag} to extend it"
+                f"this run is finished, its model is in {self.folder.model_dir}; give a larger {flag} to extend it"
             )
         self.clock.begin(self.progress.seconds, self.progress.samples)
 
     def _evaluated_line(self) -> dict[str, Any]:
-        """On the root, the line of the evaluation that the checkpoint lacks, if it was made before the run ended and
-        met no bad samples that the checkpoint does not know; else {}."""
+        """On the root, the logged line of the checkpoint's update, if its evaluation, which the checkpoint lacks, was
+        made by an earlier start and met no bad samples that the checkpoint lacks; else {}."""
         line = self.tracker.line(self.progress.step) or {}
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
         has_same_bad_samples = line.get("bad_samples") == self.feed.bad_samples.count
@@ -257,47 +252,42 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to do: trained to the end, and the model written."""
+        """Whether the run is trained to its end and its model written."""
         return self.progress.finished and self.folder.finished_step == self.progress.step
 
-    def say(self, text: str) -> None:
-        """Print one line on the root's terminal."""
-        self.display.say(text)
+    def say(self, text: str | None) -> None:
+        """Print one line on the root's terminal, unless it is None or empty."""
+        if text:
+            self.display.say(text)
 
     def line(self) -> dict[str, Any]:
         """The values that `add` and `log` recorded for the newest update, the number of skipped updates and the waits;
         empty if no line is due. Collective."""
-        if not self.due(self.args.log_every_n_steps):
+        if not self.progress.due(self.args.log_every_n_steps):
             return {}
         return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
 
-    def warn(self, text: str | None) -> None:
-        """Print the text with `say`, unless it is None or empty."""
-        if text:
-            self.say(text)
-
     def advance(self) -> None:
-        """Count a completed update."""
+        """Count a completed update. The first one has made the optimizers' moments: allocate pinned memory for the
+        copies of checkpoints. Collective."""
+        if self.progress.step == self._resumed_step and has_pinned_memory(self.processes.device):
+            self.checkpoints.prepare(self._live_states())
         self.progress.advance()
         self.display.update()
         for name, picture in self._metrics.pictures():
             self.log_image(name, picture)
 
     def stop_requested(self, now: bool) -> bool:
-        """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
-        are nearly over by the root's clock. With several processes a request may be answered one call
-        late, on GPUs two, unless the answer is needed `now`."""
+        """Whether all processes stop after this update: a signal reached one of them, or `--save_before_minutes` are
+        nearly over by the root's clock. With several processes a request is reported one call late, on GPUs up to two,
+        unless the answer is needed `now`. Collective."""
         self._is_late = self.clock.is_late(self.checkpoints.longest_seconds) and self.is_root
         return self.processes.stop_requested(self._is_late, now)
-
-    def due(self, every_n_steps: int) -> bool:
-        """Whether something that happens every n updates (0: only at the end) happens after this one."""
-        return self.progress.due(every_n_steps)
 
     def write_line(self, metrics: Mapping[str, Any]) -> None:
         """Write a line of metrics to metrics.jsonl, the other trackers and the display."""
         progress = self.progress
-        # Metrics of an earlier start contain its times.
+        # A postponed line, perhaps of an earlier start, contains its times.
         times = {name: metrics[name] for name in TIMES if name in metrics} or self.clock.times(progress.samples)
         values = {name: value for name, value in metrics.items() if name not in TIMES}
         if "gflop_per_sample" in values:
@@ -315,8 +305,8 @@ class Run:
         self.tracker.log_image(self.progress.step, name, image)
 
     def log_sample(self, name: str, sample: Image.Image | Sample, model: str = "") -> None:
-        """Write a picture and its further files to samples/, and log the picture by name to the trackers; on the root.
-        `model` names one of several."""
+        """Write a picture and its further files to samples/, and log the picture by name to the trackers. On the root.
+        `model` is the name of one of several models."""
         sample = sample if isinstance(sample, Sample) else Sample(sample)
         try:
             for ending, content in {"png": to_png(sample.picture), **sample.files}.items():
@@ -326,31 +316,27 @@ class Run:
         self.log_image("/".join(filter(None, [model, name])), sample.picture)
 
     def check_clock(self) -> None:
-        """Broadcast from the root whether a save is due by the time, and whether the run ends with the next update.
-        Collective in some updates, the same on all processes."""
+        """Find out by the root's clock whether a save is due and whether the run ends with the next update. Collective
+        after some updates, the same on all processes."""
         self.is_save_due = False
         step = self.progress.step
         if step >= self._next_clock_step:
-            clock_state = self.clock.look(step - self._resumed_step)
+            clock_state = self.clock.check_limits(step - self._resumed_step)
             self.is_save_due, is_over, updates = self.processes.broadcast_object(clock_state)
             self._next_clock_step = step + updates
             if is_over and self._end_at(step + 1):
                 self.say(f"the {counted(self.args.max_minutes, 'minute')} of --max_minutes are over: one more update")
 
-    @property
-    def _is_cut_short(self) -> bool:
-        """Whether the run ends earlier than --epochs and --max_steps say."""
-        return self.progress.last_step < self.progress.total_steps
-
     def _end_at(self, step: int) -> bool:
-        """Let the run end with this update; return whether it would have gone on."""
-        goes_on = step < self.progress.last_step
+        """Let the run end after `step` updates, if it does not end before; return whether that is earlier than so
+        far."""
+        is_earlier = step < self.progress.last_step
         self.progress.last_step = min(step, self.progress.last_step)
-        return goes_on
+        return is_earlier
 
     def save(self) -> None:
-        """Start to write a checkpoint of all parts, and the averages beside it, unless this update was already
-        saved. Collective."""
+        """Start to write a checkpoint of all parts, and the files of averages, unless this update was saved before.
+        Collective."""
         step = self.progress.step
         if self.checkpoints.requested_step == step and not self.checkpoints.save_failure():
             return
@@ -359,14 +345,8 @@ class Run:
             self._report_saves(at_end=self.progress.finished)
             self.progress.seconds = round(self.clock.seconds, 3)
             # A save that is made only because the run stops writes no averages, so that these do not depend on stops.
-            beside = self._averages.write if self.due(self.args.save_every_n_steps) else None
-            self.checkpoints.save(step, self._live_states(), self.backend.describe(), beside)
-
-    def prepare_saves(self) -> None:
-        """Pin the memory that checkpoints are copied into, once the first update has made the optimizers' moments.
-        Collective."""
-        if has_pinned_memory(self.processes.device):
-            self.checkpoints.prepare(self._live_states())
+            write_averages = self._averages.write if self.progress.due(self.args.save_every_n_steps) else None
+            self.checkpoints.save(step, self._live_states(), self.backend.describe(), write_averages)
 
     def _live_states(self) -> dict[str, Any]:
         """The states of all parts; see `Stateful`. Collective."""
@@ -377,7 +357,7 @@ class Run:
             self.say(line)
 
     def report_validation_share(self, share: float) -> None:
-        """Say once, if the validations take more than a tenth of the time of this start."""
+        """Print once that the validations take more than a tenth of the time of this start."""
         if share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
             self._has_reported_validations = True
             self.say(
@@ -386,18 +366,18 @@ class Run:
             )
 
     def postpone_evaluation(self, line: Mapping[str, Any]) -> None:
-        """From now on, a checkpoint of this update records that its evaluation is still to be made; `line` is logged
-        after that, with the present times."""
+        """Let a checkpoint of this update record that its evaluation is still to be made, after which `line` is logged
+        with the present times."""
         self.progress.unfinished_line = {**line, **self.clock.times(self.progress.samples)} if line else {}
 
     def save_and_stop(self) -> NoReturn:
-        """Stop because the run was asked to: save a checkpoint of this update. A dry run saves nothing.
+        """Save a checkpoint of this update, because the run was asked to stop. A dry run saves nothing.
 
         Raises:
             AskedToStop: it is saved.
             Failed: it cannot be written.
-            UserMistake: on all processes, if the deadline ended an evaluation in a start that did nothing else, because
-                every further start would end there, too.
+            UserMistake: on all processes, if the deadline ended an evaluation in a start that did nothing else: every
+                further start would end there, too.
         """
         step = self.progress.step
         if self.args.dry_run:
@@ -418,8 +398,8 @@ class Run:
         raise AskedToStop
 
     def finish(self, evaluations: Sequence[Evaluation]) -> None:
-        """Write the models of the end of the run, on the root, and `close`. Raises Failed if one cannot be written; the
-        next start tries again."""
+        """Write the final models, on the root, and `close`. Raises Failed if one cannot be written; the next start
+        tries again."""
         for evaluation in evaluations:
             with final_weights(evaluation.engine, evaluation.average) as model:
                 for name, write in evaluation.write.items():
@@ -427,7 +407,7 @@ class Run:
                     if self.is_root:
                         try:
                             self.folder.check_is_here()
-                            self.writing(path.name, partial(write, model), path)
+                            self.write_slowly(path.name, partial(write, model), path)
                         except OSError as error:
                             self._write_failure = " ".join(str(error).split())
                     if self.processes.broadcast_object(self._write_failure):
@@ -435,9 +415,9 @@ class Run:
                     self._models.append(str(path))
         self.close(evaluations[0].use)
 
-    def writing(self, what: str, write: Callable[[Path], None], path: Path) -> None:
-        """Write something that may take long, on the root."""
-        self.processes.heartbeat(f"writing {what}", is_uninterrupted=True)
+    def write_slowly(self, label: str, write: Callable[[Path], None], path: Path) -> None:
+        """`write(path)`, which may take long and contains no heartbeat. On the root."""
+        self.processes.heartbeat(f"writing {label}", is_uninterrupted=True)
         write(path)
 
     def close(self, use: Sequence[str] = ()) -> None:
@@ -459,20 +439,20 @@ class Run:
                 if self.is_root:
                     self.folder.mark_finished(self.progress.step)
             self._record_end("finished")
-            self.say(f"finished: {counted(self.progress.step, 'update')} in {duration(self.clock.seconds)}")
+            self.say(f"finished: {counted(self.progress.step, 'update')} in {format_duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
             for line in closing_lines(self.folder.path, self._models, picture, use):
                 self.display.say(line, whole=True)
         self.display.close()
-        # "final" last: without an alias, people get the newest artifact of a name.
+        # "final" is the last, because wandb returns the newest artifact of a name without an alias.
         models = {"best": self.folder.path / "best", "final": Path(self._models[0])} if self._models else {}
-        # Last, because an upload may take longer than other processes or a scheduler wait.
+        # After all else, because an upload may take longer than other processes or a scheduler wait.
         self.backend.after_leaving(lambda: self.tracker.close(models))
         if failure:
             raise Failed
 
     def _record_end(self, ending: str) -> None:
-        """Write it into starts.jsonl, on the root; the run goes on without it."""
+        """Write `ending` into starts.jsonl, on the root; errors are ignored."""
         if self.is_root:
             with suppress(OSError):
                 self.folder.check_is_here()

@@ -59,12 +59,12 @@ def load_model(path: str | Path, weights: str = "best") -> Any:
     """
     from tandem.io.published import check_has_one_set
     from tandem.models.base import build, get_model_class, read_config
-    from tandem.training.checkpoint.models import model_in
+    from tandem.training.checkpoint.models import read_model
     from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(Path(path))
     if kind == "checkpoint":
-        return build(*model_in(location, weights), location)
+        return build(*read_model(location, weights), location)
     if kind == "file":
         return LOADED_MODELS.pop((location, weights), None) or detect_format(location).load(location, weights)
     check_has_one_set(location, weights)
@@ -209,7 +209,7 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
         ValueError: one line, if it is damaged or of another model.
     """
     from tandem.models.base import build
-    from tandem.training.checkpoint.models import model_in
+    from tandem.training.checkpoint.models import read_model
     from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(path)
@@ -217,7 +217,7 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
         return LOADED_MODELS.pop((location, DISCRIMINATOR))
     if kind == "file":
         return detect_format(location).load_discriminator(location)
-    return build(*model_in(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
+    return build(*read_model(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
 
 
 def init_discriminator(model_class: Any, args: argparse.Namespace) -> Any:

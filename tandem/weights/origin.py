@@ -10,6 +10,7 @@ from typing import Any
 from tandem.commands import script_parser
 from tandem.config.fields import identity
 from tandem.config.parser import ArgumentParser
+from tandem.io.renamed import rename_settings
 from tandem.training.run_folder.starts import script_of
 
 from .card import KINDS, Kind, public_settings
@@ -53,7 +54,8 @@ def read_run_arguments(run: Path) -> argparse.Namespace:
 
 def _supported_settings(config: dict[str, Any], parser: ArgumentParser) -> dict[str, Any]:
     """The settings in a run's config.yaml that the script has."""
-    return {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}
+    settings = rename_settings(config)
+    return {name: settings[name] for name in parser.settings(parser.with_values({})) if name in settings}
 
 
 def read_public_settings(run: Path, kind: Kind) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import ChainMap
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ FACTS: dict[str, dict[str, dict[str, Any]]] = {
         "VQGanVAE.__init__, vq_kwargs": {"codebook_dim": 256, "vq_decay": 0.8, "vq_cosine": True},
         "vector-quantize-pytorch 1.11.8, LFQ.__init__": {"entropy_loss_weight": 0.1, "commitment_loss_weight": 0.25},
         "VQGanVAE.forward, gradient_penalty": {
-            "centred": False, "perceptual": "vgg", "perceptual_loss_weight": 1.0, "gan_weight": "adaptive",
+            "normalize_input": False, "perceptual": "vgg", "perceptual_loss_weight": 1.0, "gan_weight": "adaptive",
             "gan_weight_scale": 1.0, "penalty": "one_centred", "penalty_weight": 10.0,
         },
     },
@@ -163,7 +164,7 @@ FACTS: dict[str, dict[str, dict[str, Any]]] = {
         "TextTransformer.__init__": {"max_text_tokens": 256},
         "MuLaN.__init__": {"dim_latent": 128, "loss": "decoupled", "hierarchical_layers": 0},
         "SoftmaxContrastiveLearning, whose forward compares all pairs": {
-            "duplicates": "negatives", "init_temperature": 10.0,
+            "duplicates": "negatives", "init_logit_scale": math.log(10.0),
         },
         "MuLaNTrainer: Adam or Lion, without a scheduler": {
             "weight_decay": 0.0, "lr_warmup_steps": 0, "lr_schedule": "constant",

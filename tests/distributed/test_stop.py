@@ -133,10 +133,10 @@ class Watched:
         self.before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.asked, self.free, self.is_lost, self.heard = threading.Event(), threading.Event(), is_lost, list[int]()
         self.signals = Signals(lambda: is_orphan and self.signals._can_save, is_root=True)  # private: it ends a start
-        dog = SimpleNamespace(hear_signal=self.heard.append, verdict_within=self.verdict_within)
+        dog = SimpleNamespace(notify_signal=self.heard.append, wait_for_verdict=self.wait_for_verdict)
         self.signals.watchdog = dog  # type: ignore[assignment]
 
-    def verdict_within(self, seconds: float) -> bool:
+    def wait_for_verdict(self, seconds: float) -> bool:
         self.asked.set()
         assert self.free.wait(60)
         return self.is_lost

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tandem.distributed import Launch, TrainingStopped, watchdog
-from tandem.distributed.liveness import SILENT_TICKS, HeartbeatMonitor, Liveness, to_line
+from tandem.distributed.heartbeat_monitor import SILENT_TICKS, HeartbeatMonitor, HeartbeatServer, encode_message
 from tandem.distributed.signals import Signals
 from tandem.distributed.watchdog import Watchdog
 from tests.processes import Process, Root, on_processes
@@ -140,11 +140,11 @@ def test_a_long_wait_for_loader_processes_is_told_once(
 
 def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those_that_left() -> None:
     four = Job(4)
-    four.monitor.lose(1)
-    four.monitor.leave(2)  # because its collective failed
-    four.monitor.lose(2)
-    four.monitor.lose(3, "KeyError: 'x'")
-    four.monitor.lose(3)
+    four.monitor.mark_lost(1)
+    four.monitor.mark_left(2)  # because its collective failed
+    four.monitor.mark_lost(2)
+    four.monitor.mark_lost(3, "KeyError: 'x'")
+    four.monitor.mark_lost(3)
     lost = "lost contact with rank 1 at update 5 (forward); rank 3 at update 5 (forward): KeyError: 'x'"
     assert four.monitor.tick() == lost
 
@@ -152,7 +152,7 @@ def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those
 def test_a_verdict_on_hundreds_of_ranks_names_a_few_and_counts_the_others() -> None:
     many = Job(500)
     for rank in range(400):
-        many.monitor.lose(rank, "E" * 200)
+        many.monitor.mark_lost(rank, "E" * 200)
     verdict = many.monitor.tick()
     assert verdict is not None and verdict.endswith("; and 392 more ranks") and verdict.count("rank ") == 8
     verdict = Job(500).pass_time(TIMEOUT_TICKS + 1, moving=set(range(8)))
@@ -181,7 +181,7 @@ def test_what_a_process_waited_for_is_added_up_and_alone_it_waits_for_no_other(
 
 
 def beat_of(dog: Watchdog) -> dict[str, Any]:
-    kind, mark = json.loads(dog.beat())
+    kind, mark = json.loads(dog.heartbeat_message())
     assert kind == "beat"
     return mark
 
@@ -267,23 +267,23 @@ def test_machines_with_equal_names_are_not_taken_for_one(
 
 
 @pytest.fixture
-def liveness() -> Iterator[Liveness]:
+def server() -> Iterator[HeartbeatServer]:
     """For two processes, of which none has connected yet."""
-    liveness = Liveness("127.0.0.1", 2, TIMEOUT_TICKS)
-    yield liveness
-    liveness.stop()
+    server = HeartbeatServer("127.0.0.1", 2, TIMEOUT_TICKS)
+    yield server
+    server.stop()
 
 
 class Member:
     """A process as the root sees it."""
 
-    def __init__(self, liveness: Liveness, *hello: Any) -> None:
-        self.connection = socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS)
-        self.connection.sendall(to_line(*hello))
+    def __init__(self, server: HeartbeatServer, *hello: Any) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
+        self.connection.sendall(encode_message(*hello))
         self._file = self.connection.makefile("rb")
 
     def say(self, *message: Any) -> None:
-        self.connection.sendall(to_line(*message))
+        self.connection.sendall(encode_message(*message))
 
     def hears(self) -> list[Any]:
         """The next message that is no question how it goes; [] at the end of the connection."""
@@ -295,8 +295,8 @@ class Member:
         return []
 
 
-def members(liveness: Liveness) -> list[Member]:
-    return [Member(liveness, "here", liveness.token, rank) for rank in range(2)]
+def members(server: HeartbeatServer) -> list[Member]:
+    return [Member(server, "here", server.token, rank) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -308,72 +308,74 @@ def members(liveness: Liveness) -> list[Member]:
     ],
 )
 def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
-    said: list[str], heard: list[str], liveness: Liveness
+    said: list[str], heard: list[str], server: HeartbeatServer
 ) -> None:
-    first, second = members(liveness)
+    first, second = members(server)
     assert second._file.readline()  # it is known
     if said:
         second.say(*said)
     second.connection.shutdown(socket.SHUT_RDWR)
     if said == ["left"]:
-        liveness.stop()
+        server.stop()
     assert first.hears() == heard
 
 
 def test_a_lost_process_is_named_with_the_update_of_the_root_which_needed_it(
-    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+    server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process itself has told its update up to a tick before, and so what it was doing then is not said."""
-    monkeypatch.setattr(liveness, "_update", lambda: 1590)
-    first, second = members(liveness)
+    monkeypatch.setattr(server, "_update", lambda: 1590)
+    first, second = members(server)
     second.connection.shutdown(socket.SHUT_RDWR)
     assert first.hears() == ["end", "lost contact with rank 1 at update 1590"]
 
 
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Liveness._run  # private: nothing but the thread itself can be late
+    run = HeartbeatServer._run  # private: nothing but the thread itself can be late
 
-    def run_late(liveness: Liveness) -> None:
-        liveness._wake_receiver.setblocking(True)
-        liveness._wake_receiver.recv(1, socket.MSG_PEEK)  # the thread gets no processor until the root leaves
-        liveness._wake_receiver.setblocking(False)
-        run(liveness)
+    def run_late(server: HeartbeatServer) -> None:
+        server._wake_receiver.setblocking(True)
+        server._wake_receiver.recv(1, socket.MSG_PEEK)  # the thread gets no processor until the root leaves
+        server._wake_receiver.setblocking(False)
+        run(server)
 
-    monkeypatch.setattr(Liveness, "_run", run_late)
-    liveness = Liveness("127.0.0.1", 2, TIMEOUT_TICKS)
-    root, other = members(liveness)
+    monkeypatch.setattr(HeartbeatServer, "_run", run_late)
+    server = HeartbeatServer("127.0.0.1", 2, TIMEOUT_TICKS)
+    root, other = members(server)
     root.say("failed", "KeyError: 'x'")
     root.connection.shutdown(socket.SHUT_RDWR)
-    liveness.stop()
+    server.stop()
     assert other.hears() == ["end", "lost contact with rank 0 at update 0 (starting): KeyError: 'x'"]
 
 
-def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> None:
-    for hello in (["here", "0123", 1], ["here", liveness.token, "x"], ["here", liveness.token, 2], ["met"], [],
+def test_who_is_no_process_of_the_job_is_not_listened_to(server: HeartbeatServer) -> None:
+    for hello in (["here", "0123", 1], ["here", server.token, "x"], ["here", server.token, 2], ["met"], [],
                   ["\0" * 100_000]):  # fmt: skip
-        assert Member(liveness, *hello).hears() == []
+        assert Member(server, *hello).hears() == []
     for text in (b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n"):  # the second nests deeper than Python's stack
-        stranger = socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS)
+        stranger = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
         stranger.sendall(text)
         assert stranger.recv(1) == b""
-    first, second = members(liveness)
+    first, second = members(server)
     for _ in range(2):  # all are told at once when all have come
         first.say("met")
         second.say("met")
         assert first.hears() == second.hears() == ["met"]
     with pytest.raises(ConnectionRefusedError):  # all are there
-        Member(liveness)
+        Member(server)
 
 
-def test_who_does_not_say_which_process_it_is_is_sent_away(liveness: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.distributed.liveness.TICK_SECONDS", 0.01)
-    assert socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS).recv(1) == b""
+def test_who_does_not_say_which_process_it_is_is_sent_away(
+    server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.distributed.heartbeat_monitor.TICK_SECONDS", 0.01)
+    assert socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS).recv(1) == b""
 
 
 def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
-    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+    server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.distributed.liveness.TICK_SECONDS", 0.01)
+    monkeypatch.setattr("tandem.distributed.heartbeat_monitor.TICK_SECONDS", 0.01)
     accept, tick, tried = socket.socket.accept, HeartbeatMonitor.tick, [0]  # of each tick, how often
 
     def accept_later(listener: socket.socket) -> Any:
@@ -384,7 +386,7 @@ def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
 
     monkeypatch.setattr(socket.socket, "accept", accept_later)
     monkeypatch.setattr(HeartbeatMonitor, "tick", lambda *args: (tried.append(0), tick(*args))[1])
-    assert Member(liveness, "here", liveness.token, 0)._file.readline() == to_line("beat")
+    assert Member(server, "here", server.token, 0)._file.readline() == encode_message("beat")
     assert sum(tried) == 4 and max(tried) == 1
 
 
@@ -392,17 +394,17 @@ def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
 def test_other_machines_may_come_by_either_version_of_ip(address: str) -> None:
     if address == "::1" and not (socket.has_dualstack_ipv6() and os.path.exists("/proc/net/if_inet6")):
         pytest.skip("this machine has no IPv6")
-    liveness = Liveness("", 1, TIMEOUT_TICKS)
+    server = HeartbeatServer("", 1, TIMEOUT_TICKS)
     try:
-        with socket.create_connection((address, liveness.port), timeout=PATIENCE_SECONDS) as connection:
-            connection.sendall(to_line("here", liveness.token, 0))
-            assert connection.makefile("rb").readline() == to_line("beat")
+        with socket.create_connection((address, server.port), timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall(encode_message("here", server.token, 0))
+            assert connection.makefile("rb").readline() == encode_message("beat")
     finally:
-        liveness.stop()
+        server.stop()
 
 
-def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: Liveness) -> None:
-    first, _ = members(liveness)
+def test_a_worker_that_was_forked_does_not_keep_the_connections_open(server: HeartbeatServer) -> None:
+    first, _ = members(server)
     assert first._file.readline()
     reading, writing = os.pipe()
     child = os.fork()
@@ -410,7 +412,7 @@ def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: L
         os.read(reading, 1)  # as long as the parent has not written
         os._exit(0)
     try:
-        liveness.stop()
+        server.stop()
         assert first.hears() == ["left"] and first.hears() == []
     finally:
         os.write(writing, b"x")
@@ -419,11 +421,11 @@ def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: L
 
 @pytest.mark.parametrize(("number", "asks"), [(signal.SIGTERM, True), (signal.SIGCHLD, False)])
 def test_the_judge_hears_that_the_job_is_asked_to_end(
-    number: signal.Signals, asks: bool, liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, asks: bool, server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = queue.Queue[bool]()
-    liveness.hear_signal(number)
-    first, second = members(liveness)  # the bell was rung before
+    server.notify_signal(number)
+    first, second = members(server)  # the bell was rung before
     first.say("met")
     second.say("met")
     assert first.hears() == ["met"]
@@ -436,7 +438,7 @@ def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     signals = Signals(lambda: False, is_root=False)
     try:
-        signals.watchdog = SimpleNamespace(hear_signal=heard.put)  # type: ignore[assignment]
+        signals.watchdog = SimpleNamespace(notify_signal=heard.put)  # type: ignore[assignment]
         signals.enable_saving()  # otherwise it would end this process
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard.get(timeout=PATIENCE_SECONDS) == signal.SIGTERM
@@ -445,17 +447,17 @@ def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_nothing_piles_up_at_a_process_that_is_stopped(liveness: Liveness) -> None:
-    first, second = members(liveness)
+def test_nothing_piles_up_at_a_process_that_is_stopped(server: HeartbeatServer) -> None:
+    first, second = members(server)
     for _ in range(3):  # ticks
-        assert second._file.readline() == to_line("beat")
+        assert second._file.readline() == encode_message("beat")
         second.say("beat", {"count": 1, "phase": "x", "update": 1})
-    assert first.connection.recv(1000) == to_line("beat")
+    assert first.connection.recv(1000) == encode_message("beat")
 
 
 def test_who_waits_to_hear_why_the_job_ends_waits_no_longer_when_this_process_leaves() -> None:
     dog, answers = dog_of(2), queue.Queue[bool]()
-    waiting = threading.Thread(target=lambda: answers.put(dog.verdict_within(PATIENCE_SECONDS)))
+    waiting = threading.Thread(target=lambda: answers.put(dog.wait_for_verdict(PATIENCE_SECONDS)))
     waiting.start()
     dog.stop()
     assert answers.get(timeout=PATIENCE_SECONDS / 2)

@@ -154,7 +154,7 @@ MODELS = {
     "tokenizer of every layer": tokenizer("ibq", layers=EVERY_LAYER, patch_size=2),
     "mulan": mulan(
         **helpers.MULAN, sample_rate=22050, n_fft=512, hop_length=200, n_mels=32, fmin=20.0, fmax=9000.0, patch_size=8,
-        init_temperature=14.0, init_bias=-5.0),
+        init_logit_scale=2.6, init_bias=-5.0),
     "mulan of powers": mulan(**helpers.MULAN, spectrogram="power"),
     "mulan of towers": mulan(
         **{**helpers.MULAN, "audio_depth": 3, "text_dim": 16, "text_depth": 3}, text_tower=TEXT_TOWER,
@@ -343,7 +343,7 @@ PIXELS = {"patch": "pixels", "pad_mode": "reflect"}
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("lfq", {}), ("lfq", {"centred": False}), ("taming-vq", {}), ("taming-kl", {}), ("tokenizer-lfq", {}),
+    [("lfq", {}), ("lfq", {"normalize_input": False}), ("taming-vq", {}), ("taming-kl", {}), ("tokenizer-lfq", {}),
      ("tokenizer-lfq", PIXELS), ("tokenizer-vq", {}), ("tokenizer-vq", PIXELS)],
     ids=str,
 )  # fmt: skip
@@ -471,7 +471,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
         "frequency_mask_fraction": (math.nan,), "audio_dim": (18,), "audio_depth": (0,), "text_dim": (1.5,),
         "text_heads": (0,), "vocab_size": (0,), "max_text_tokens": (0,), "attn_dropout": (1.0,),
         "hierarchical_layers": (-1, 2), "hierarchical_spacing": ("odd",), "win_length": (1025, 100),
-        "spectrogram_padding": ("zeros",), "init_temperature": (0.0, 101.0), "init_bias": (math.inf,),
+        "spectrogram_padding": ("zeros",), "init_logit_scale": (4.61, -math.inf, math.nan), "init_bias": (math.inf,),
         "text_tower": ("path",),
     },
     musiclm: {"audio_dim": (4, 18), "hierarchical_layers": (2,), "patch_size": (66,), "win_length": (129,),

@@ -53,7 +53,7 @@ def test_an_output_below_the_last_is_that_of_a_shallower_model(
         for tower in ("audio", "text"):
             for name in (".norms.{}.weight", "_latents.projections.{}.weight", "_latents.projections.{}.bias"):
                 weights[tower + name.format(0)] = weights[tower + name.format(below)]
-        weights["tau"], weights["bias"] = weights["tau"][:1], weights["bias"][:1]
+        weights |= {name: weights[name][:1] for name in ("logit_scale", "bias")}
         shallow.load_state_dict({name: weights[name] for name in shallow.state_dict()})
         expected = shallow(**some_pairs(deep))
         torch.testing.assert_close(out.audio[:, below], expected.audio[:, 0])
@@ -90,15 +90,17 @@ def test_noise_alone_masks_and_drops_patches_even_in_training(sizes: dict[str, A
     assert (plain.audio - model(**pairs).audio)[1:].abs().amax(dim=(1, 2)).min() > 1e-4
 
 
-@pytest.mark.parametrize(("tau", "upstream", "expected"), [
+@pytest.mark.parametrize(("logit_scale", "upstream", "expected"), [
     (2.0, 1.0, math.exp(2)), (2.0, -1.0, -math.exp(2)), (4.7, 1.0, 100.0), (4.7, -1.0, 0.0),
     (4.6, -1.0, -math.exp(4.6)),
 ])  # fmt: skip
-def test_a_clamped_temperature_has_no_gradient_on_its_way_up(tau: float, upstream: float, expected: float) -> None:
+def test_a_clamped_temperature_has_no_gradient_on_its_way_up(
+    logit_scale: float, upstream: float, expected: float
+) -> None:
     model = small()
-    model.tau.data.fill_(tau)
+    model.logit_scale.data.fill_(logit_scale)
     (model(**some_pairs(model)).scale * upstream).sum().backward()
-    torch.testing.assert_close(model.tau.grad, torch.tensor([expected]))
+    torch.testing.assert_close(model.logit_scale.grad, torch.tensor([expected]))
 
 
 def test_autocast_rounds_neither_spectrograms_nor_the_map_to_latents() -> None:

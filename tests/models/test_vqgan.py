@@ -19,25 +19,25 @@ def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_a_centred_model_sees_and_makes_images_from_minus_one_to_one(quantizer: str) -> None:
-    centred, plain = tiny(quantizer).eval(), tiny(quantizer, centred=False).eval()
-    plain.load_state_dict(centred.state_dict())
+def test_a_model_of_normalized_input_sees_and_makes_images_from_minus_one_to_one(quantizer: str) -> None:
+    normalized, plain = tiny(quantizer).eval(), tiny(quantizer, normalize_input=False).eval()
+    plain.load_state_dict(normalized.state_dict())
     images = some_images()
     with torch.no_grad():
-        out, expected = centred(images), plain(2 * images - 1)
-        assert torch.equal(out.codes, expected.codes) and torch.equal(centred.encode(images), out.codes)
+        out, expected = normalized(images), plain(2 * images - 1)
+        assert torch.equal(out.codes, expected.codes) and torch.equal(normalized.encode(images), out.codes)
         assert torch.equal(out.reconstruction, (expected.reconstruction + 1) / 2)
-        assert torch.equal(centred.decode(out.codes), out.reconstruction)
+        assert torch.equal(normalized.decode(out.codes), out.reconstruction)
 
 
-def test_a_model_that_is_not_centred_starts_from_weights_that_centre_it_but_for_the_padding() -> None:
-    centred, plain = tiny().encoder[0], tiny(centred=False).encoder[0]
+def test_a_model_of_other_input_starts_from_weights_that_normalize_it_but_for_the_padding() -> None:
+    normalized, plain = tiny().encoder[0], tiny(normalize_input=False).encoder[0]
     images = some_images()
-    seen, expected = plain(images), centred(2 * images - 1)
+    seen, expected = plain(images), normalized(2 * images - 1)
     torch.testing.assert_close(seen[..., 2:-2, 2:-2], expected[..., 2:-2, 2:-2])  # the kernel is 5 x 5
     assert not torch.allclose(seen, expected)
     features = torch.rand(2, 8, 4, 4)
-    torch.testing.assert_close(tiny(centred=False).last_layer(features), (tiny().last_layer(features) + 1) / 2)
+    torch.testing.assert_close(tiny(normalize_input=False).last_layer(features), (tiny().last_layer(features) + 1) / 2)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -1,14 +1,16 @@
 """Garbage is collected after the same updates on every process."""
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tandem.training import garbage
+from tandem.training import loop
 from tandem.training.run import Run
 from tests.scripts import SCRIPTS, VAE, Script
 
@@ -21,7 +23,7 @@ class Node:
 
 
 def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_INTERVAL", 3)
+    monkeypatch.setattr(loop, "_COLLECTION_INTERVAL", 3)
     passes: list[int] = []
     step = 0
 
@@ -29,8 +31,12 @@ def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkey
         if phase == "start":
             passes.append(step)
 
-    with garbage.synchronized_collection() as collect:
-        collect(5)
+    @loop.collect_synchronously
+    def updates() -> Iterator[tuple[int, Any]]:
+        yield from ((number, None) for number in range(4, 13))
+
+    with contextlib.closing(updates()) as loop_updates:
+        assert next(loop_updates) == (4, None) and next(loop_updates) == (5, None)
         gc.callbacks.append(watch)
         try:
             for step in range(6, 13):
@@ -39,7 +45,7 @@ def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkey
                 del node
                 many: list[Any] = [[] for _ in range(100_000)]  # more than the interpreter's own threshold
                 assert alive() is not None and len(many) == 100_000
-                collect(step)
+                next(loop_updates)  # update number `step`, counted from 1, is made
                 assert (alive() is None) == (step % 3 == 0)
         finally:
             gc.callbacks.remove(watch)

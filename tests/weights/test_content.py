@@ -73,7 +73,7 @@ def test_a_file_is_read_by_what_it_holds_whatever_its_name_ends_with(tmp_path: P
         assert_same_bits(load_model(tmp_path / name), plain)
 
 
-MUSE = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "centred": False}
+MUSE = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "normalize_input": False}
 UNET: dict[str, Any] = {
     "dim": [8], "dim_mults": [[1, 2]], "cond_dim": [12], "num_resnet_blocks": [[1, 1]], "self_attn": [[0, 0]],
     "attn_heads": [2], "attn_dim_head": [4], "cross_attn_heads": [8], "cross_attn_dim_head": [64],

@@ -21,7 +21,7 @@ from tests.models.reference import tokenizers
 STATE = tokenizers.state_of("vqgan")
 IMAGES = tokenizers.images("vqgan")
 MUSE = FORMATS["muse"]
-SMALL: dict[str, Any] = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "centred": False}
+SMALL: dict[str, Any] = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "normalize_input": False}
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
 def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
     """The public package projects nothing where the last level has as many channels as a code has bits."""
     torch.manual_seed(0)
-    source = VQGAN(VQGANConfig(image_size=16, dim=16, num_layers=1, codebook_size=256, centred=False))
+    source = VQGAN(VQGANConfig(image_size=16, dim=16, num_layers=1, codebook_size=256, normalize_input=False))
     save_public_vqgan(source, tmp_path / "vae.pt")
     state = torch.load(tmp_path / "vae.pt", weights_only=True)
     state = {name: tensor for name, tensor in state.items() if "project" not in name}
@@ -107,7 +107,7 @@ def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp
 
 
 @pytest.mark.parametrize(("sizes", "complaint"), [
-    ({"quantizer": "fsq"}, "fsq"), ({"quantizer": "bsq"}, "bsq"), ({"centred": True}, "--no-centred"),
+    ({"quantizer": "fsq"}, "fsq"), ({"quantizer": "bsq"}, "bsq"), ({"normalize_input": True}, "--no-normalize_input"),
     ({"dim": 8}, "16"),
 ])  # fmt: skip
 def test_a_model_that_the_public_package_has_not_is_refused(

@@ -1,9 +1,8 @@
-"""DeepSpeed, ZeRO 0 to 3, over NCCL or (DS_ACCELERATOR=cpu) Gloo: the backend; beside it its engine and JSON."""
+"""The backend for DeepSpeed, ZeRO 0 to 3, over NCCL or (DS_ACCELERATOR=cpu) Gloo."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ class DeepSpeedBackend(DDPBackend):
     name = "deepspeed"
     launch_order = 20
     sockets_per_process = 4  # Gloo, once more for a group of DeepSpeed, the rendezvous and the watchdog
+    package = "deepspeed"
     install_hint = how_to_install("deepspeed")
     training_flags = ("zero_stage",)
 
@@ -34,7 +34,7 @@ class DeepSpeedBackend(DDPBackend):
         super().__init__(launch, options, args)
         self.config_path: str | None = args.deepspeed_config
         self.config: dict[str, Any] = read_config(self.config_path) if self.config_path else {}
-        warmup = getattr(args, "lr_warmup_steps", 0)  # a list for several models: `merge_config` has checked it
+        warmup = getattr(args, "lr_warmup_steps", 0)  # `merge_config` accepts a list, for several models
         self.warmup_steps: int = warmup[0] if isinstance(warmup, list) else warmup
         self.zero_stage: int = args.zero_stage
         self._requested_stage = self.zero_stage
@@ -44,23 +44,19 @@ class DeepSpeedBackend(DDPBackend):
         if self.zero_stage == 0 and has_low_precision_weights:
             # Stage 0 hides the fp32 weights and moments, so they could not be saved. Stage 1 gives the same numbers.
             self.zero_stage = 1
-        self.resolved: dict[str, dict[str, Any]] = {}  # configuration by engine name, with DeepSpeed's defaults
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return importlib.util.find_spec("deepspeed") is not None
+        self.engine_configs: dict[str, dict[str, Any]] = {}  # by engine name, with DeepSpeed's defaults
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        return launch.launcher == "deepspeed" or cls.given_flag(args) is not None
+        return launch.launcher == "deepspeed" or cls.flag_in_use(args) is not None
 
     @classmethod
-    def given_flag(cls, args: argparse.Namespace) -> str | None:
+    def flag_in_use(cls, args: argparse.Namespace) -> str | None:
         if args.deepspeed_config:
             return "--deepspeed_config"
         if args.deepspeed:
             return "--deepspeed"
-        # A config.yaml that is read back holds zero_stage 0 for every backend, so 0 does not ask for DeepSpeed.
+        # A run's config.yaml holds zero_stage 0 whatever its backend is, so 0 does not ask for DeepSpeed.
         return "--zero_stage" if args.zero_stage else None
 
     @classmethod
@@ -102,11 +98,11 @@ class DeepSpeedBackend(DDPBackend):
         deepspeed.init_distributed(dist_backend=torch.distributed.get_default_backend_for_device(connection.device))
         return connection
 
-    def _launcher_processes(self) -> Any:
-        # A signal ends the `deepspeed` command, which does not pass the signal on to the launcher that it started. So
-        # watch both: the launcher (this process's parent) and the command (the parent's parent).
+    def _launcher_pids(self) -> Any:
+        # The launcher is this process's parent, the `deepspeed` command the parent's parent. A signal ends the command,
+        # which does not pass it on to the launcher.
         parent = os.getppid()
-        return (parent, _parent_of(parent)) if self.launch.launcher == "deepspeed" else parent
+        return (parent, _parent_pid(parent)) if self.launch.launcher == "deepspeed" else parent
 
     def make_engine(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Engine:
         from .engine import ZeroEngine
@@ -115,11 +111,11 @@ class DeepSpeedBackend(DDPBackend):
             self.processes, self.options, model, optimizer, zero_stage=self.zero_stage, config=self.config,
             config_path=self.config_path, warmup_steps=self.warmup_steps, total_updates=self.total_updates, **options,
         )  # fmt: skip
-        self.resolved[engine.name] = engine.resolved
+        self.engine_configs[engine.name] = engine.config
         return engine
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.resolved}
+        return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.engine_configs}
 
     def summary(self) -> str:
         phrases = [super().summary(), f"ZeRO stage {self.zero_stage}"]
@@ -140,8 +136,8 @@ class DeepSpeedBackend(DDPBackend):
         return "; ".join(phrases)
 
 
-def _parent_of(process: int) -> int | None:
-    """The id of the process's parent; None if the system has no /proc."""
+def _parent_pid(process: int) -> int | None:
+    """The id of a process's parent; None if the system has no /proc."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,15 +1,13 @@
-"""Merges a DeepSpeed JSON with the command line: the JSON sets flags that were not given and contradicts none."""
+"""Merges a DeepSpeed JSON with the command line, and completes it to the configuration that DeepSpeed gets."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -19,11 +17,10 @@ from tandem.io.installed import find_shipped_file
 from tandem.io.reading import counted, parse_json, read_bytes
 
 AUTO = "auto"
-# DeepSpeed counts its buckets in numbers, whatever their type. In fp32 these are 25 MiB, the most that a bucket of the
-# other backends has (engines/reducer.py): large enough to fill a link, small enough to be sent in the backward pass.
+# DeepSpeed counts the elements of a bucket, whatever their type. In fp32 these are 25 MiB, reducer.py's BUCKET_BYTES.
 BUCKET_ELEMENTS = 25 * 2**20 // 4
-_LONGEST_BYTES = 1 << 20
-_LARGEST = 2**63 - 1  # of int64; every sensible number is far below it
+_MAX_BYTES = 1 << 20
+_MAX_INT64 = 2**63 - 1  # every sensible number is far below it
 
 # The keys that "DeepSpeed Configuration JSON" documents (deepspeed.ai, 2026).
 SECTIONS = frozenset({
@@ -38,9 +35,9 @@ SECTIONS = frozenset({
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 })  # fmt: skip
 
-# Keys that may be "auto", by path: those that follow from flags, those that `resolve` chooses for the model, and
-# numbers and switches of zero_optimization that only tune, for which DeepSpeed has defaults. An object such as
-# offload_optimizer must be given: without it, DeepSpeed would silently do something else.
+# Keys that may be "auto", by path: those that follow from flags, those that `complete_config` chooses for the model,
+# and numbers and switches of zero_optimization that only tune, for which DeepSpeed has defaults. An object such as
+# offload_optimizer may not: without its values, DeepSpeed would silently do something else.
 _MAY_BE_AUTO = re.compile(
     "train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps|gradient_clipping|steps_per_print|"
     "communication_data_type|(bf16|fp16|amp).enabled|amp.opt_level|optimizer.params.(lr|betas|eps|weight_decay)|"
@@ -59,8 +56,8 @@ def read_config(path: str) -> dict[str, Any]:
         UserMistake: missing, unreadable, not JSON, not an object, or a key is given twice.
     """
     try:
-        hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _refuse_name, "parse_float": _finite_float}
-        config = parse_json(read_bytes(find_shipped_file(path), _LONGEST_BYTES), **hooks)
+        hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _refuse_constant, "parse_float": _finite_float}
+        config = parse_json(read_bytes(find_shipped_file(path), _MAX_BYTES), **hooks)
     except OSError as error:
         raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
     except ValueError as error:
@@ -76,7 +73,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def one_line_refusals(path: str | None) -> Iterator[None]:
-    """Turns DeepSpeed's errors about the JSON in ``path`` into one line; without a JSON they stay as they are.
+    """Context that turns DeepSpeed's errors about the JSON in ``path`` into one line; None: it changes no error.
 
     Raises:
         UserMistake: DeepSpeed refuses the JSON; the text is the same on every process.
@@ -93,7 +90,7 @@ def one_line_refusals(path: str | None) -> Iterator[None]:
 
 
 def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
-    """Set from the JSON those flags in ``args`` that the command line did not give.
+    """Set flags in ``args`` from the JSON, except those that the command line gives.
 
     Raises:
         UserMistake: a value is of the wrong kind, or two values disagree; the text names both.
@@ -105,10 +102,10 @@ def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: i
     explicit = set(getattr(args, "explicit", ()))
     origins = {flag: f"--{flag} {_format_flag(getattr(args, flag))}" for flag in explicit if hasattr(args, flag)}
 
-    def fill(flag: str, key: str, value: Any) -> None:
+    def set_flag(flag: str, key: str, value: Any) -> None:
         if value is None or not hasattr(args, flag):
             return
-        if isinstance(getattr(args, flag), list):  # one per model: the JSON's value is for all
+        if isinstance(getattr(args, flag), list):  # one value per model: the JSON's value is for all
             value = [value] * len(getattr(args, flag))
         if flag in origins and getattr(args, flag) != value:
             text = _format_flag(value)
@@ -117,39 +114,37 @@ def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: i
         explicit.add(flag)
         setattr(args, flag, value)
 
-    def section(name: str, parent: dict[str, Any] = config) -> dict[str, Any]:
+    def read_section(name: str, parent: dict[str, Any] = config) -> dict[str, Any]:
         content = parent.get(name, {})
         if not isinstance(content, dict):
             raise UserMistake(f"{name} in {path} is {content!r}, an object {{...}} was expected")
         return content
 
-    def number(key: str, parent: dict[str, Any], kind: type, least: float, label: str = "") -> Any:
+    def read_number(key: str, parent: dict[str, Any], kind: type, least: float, label: str = "") -> Any:
         value = parent.get(key)
         if value is None or value == AUTO:
             return None
         is_valid = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
-        if not is_valid or not least <= value <= _LARGEST:
-            noun = "a whole number" if kind is int else "a number"
-            raise UserMistake(
-                f"{label or key} in {path} is {repr(value)[:40]}, {noun} from {least:g} to {_LARGEST:.1e} was expected"
-            )
+        if not is_valid or not least <= value <= _MAX_INT64:
+            expected = f"{'a whole number' if kind is int else 'a number'} from {least:g} to {_MAX_INT64:.1e}"
+            raise UserMistake(f"{label or key} in {path} is {repr(value)[:40]}, {expected} was expected")
         return value
 
-    fill("grad_accum_steps", "gradient_accumulation_steps", number("gradient_accumulation_steps", config, int, 1))
-    fill("batch_size", "train_batch_size", number("train_batch_size", config, int, 1))
-    micro_batch_size = number("train_micro_batch_size_per_gpu", config, int, 1)
+    for flag, key in (("grad_accum_steps", "gradient_accumulation_steps"), ("batch_size", "train_batch_size")):
+        set_flag(flag, key, read_number(key, config, int, 1))
+    micro_batch_size = read_number("train_micro_batch_size_per_gpu", config, int, 1)
     if micro_batch_size is not None:
         samples_per_step = micro_batch_size * world_size
         if "batch_size" in origins and "grad_accum_steps" not in origins and args.batch_size % samples_per_step == 0:
             args.grad_accum_steps = args.batch_size // samples_per_step
         product = f"{micro_batch_size} x {args.grad_accum_steps} x {counted(world_size, 'process')}"
         arithmetic = f"train_micro_batch_size_per_gpu ({product})"
-        fill("batch_size", arithmetic, samples_per_step * args.grad_accum_steps)
-    fill("max_grad_norm", "gradient_clipping", number("gradient_clipping", config, float, 0))
+        set_flag("batch_size", arithmetic, samples_per_step * args.grad_accum_steps)
+    set_flag("max_grad_norm", "gradient_clipping", read_number("gradient_clipping", config, float, 0))
 
     enabled = {}
     for name in ("bf16", "fp16"):
-        value = section(name).get("enabled")
+        value = read_section(name).get("enabled")
         if value not in (None, AUTO) and not isinstance(value, bool):
             raise UserMistake(f"{name}.enabled in {path} is {value!r}, true or false was expected")
         if value is False and "precision" in origins and args.precision == name:
@@ -158,34 +153,34 @@ def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: i
     if all(enabled.values()):
         raise UserMistake(f"bf16.enabled and fp16.enabled are both true in {path}; choose one")
     for name in [name for name, is_enabled in enabled.items() if is_enabled]:
-        fill("precision", f"{name}.enabled", name)
+        set_flag("precision", f"{name}.enabled", name)
 
-    if "optimizer" in config and not isinstance(section("optimizer").get("type"), str):
+    if "optimizer" in config and not isinstance(read_section("optimizer").get("type"), str):
         raise UserMistake(f"optimizer in {path} names no type, such as AdamW")
-    params, schedule = (section("params", section(name)) for name in ("optimizer", "scheduler"))
-    numbers = {name: number(name, params, float, 0, f"optimizer.params.{name}") for name in ("lr", "weight_decay")}
+    params, schedule = (read_section("params", read_section(name)) for name in ("optimizer", "scheduler"))
+    numbers = {name: read_number(name, params, float, 0, f"optimizer.params.{name}") for name in ("lr", "weight_decay")}
     key = "scheduler.params.warmup_max_lr"
-    peak_lr = number("warmup_max_lr", schedule, float, 0, key)  # which the scheduler takes instead of the optimizer's
+    peak_lr = read_number("warmup_max_lr", schedule, float, 0, key)  # overrules the optimizer's
     if peak_lr is None:
         key, peak_lr = "optimizer.params.lr", numbers["lr"]
-    fill("learning_rate", key, peak_lr)
-    fill("weight_decay", "optimizer.params.weight_decay", numbers["weight_decay"])
+    set_flag("learning_rate", key, peak_lr)
+    set_flag("weight_decay", "optimizer.params.weight_decay", numbers["weight_decay"])
     if (betas := params.get("betas")) not in (None, AUTO):
         if not isinstance(betas, list) or [type(beta) in (int, float) for beta in betas] != [True, True]:
             raise UserMistake(
                 f"optimizer.params.betas in {path} is {repr(betas)[:40]}, a list of two numbers was expected"
             )
-        fill("betas", "optimizer.params.betas", tuple(map(float, betas)))
+        set_flag("betas", "optimizer.params.betas", tuple(map(float, betas)))
     key = "scheduler.params.warmup_num_steps"
-    fill("lr_warmup_steps", key, number("warmup_num_steps", schedule, int, 0, key))
+    set_flag("lr_warmup_steps", key, read_number("warmup_num_steps", schedule, int, 0, key))
     warmups = getattr(args, "lr_warmup_steps", 0)
     if schedule.get("warmup_num_steps") == AUTO and isinstance(warmups, list) and len(set(warmups)) > 1:
         warmups_text = " ".join(map(str, warmups))
         raise UserMistake(
             f"{key} in {path} is auto, and --lr_warmup_steps {warmups_text} are several: give one number in both"
         )
-    stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
-    if section("zero_optimization").get("mics_shard_size") not in (None, -1):
+    stage = read_number("stage", read_section("zero_optimization"), int, 0, "zero_optimization.stage")
+    if read_section("zero_optimization").get("mics_shard_size") not in (None, -1):
         raise UserMistake(
             f"zero_optimization.mics_shard_size in {path}: weights that are sharded over some of the processes (MiCS) "
             "are not supported; leave it out"
@@ -193,8 +188,8 @@ def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: i
     if stage is not None and stage > 3:
         raise UserMistake(f"zero_optimization.stage {stage} in {path}: ZeRO has stages 0, 1, 2 and 3")
     if (reduce_precision := config.get("communication_data_type")) in ("fp32", "bf16"):
-        fill("reduce_precision", "communication_data_type", reduce_precision)
-    fill("zero_stage", "zero_optimization.stage", stage)
+        set_flag("reduce_precision", "communication_data_type", reduce_precision)
+    set_flag("zero_stage", "zero_optimization.stage", stage)
     args.explicit = frozenset(explicit)
 
 
@@ -216,18 +211,18 @@ def check_batch_parts(config: dict[str, Any], precision: str, path: str) -> None
         )
 
 
-def resolve(
+def complete_config(
     config: dict[str, Any], options: Options, *, zero_stage: int, max_grad_norm: float, learning_rate: float,
     sizes: Sequence[int], on_cpu: bool, auto: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
     """The whole configuration that DeepSpeed gets. It contains no ``auto``, and sets options explicitly whose defaults
     have changed between versions of DeepSpeed.
 
-    ZeroEngine itself accumulates gradients over any number of backward calls, so DeepSpeed sees one step per update.
+    ZeroEngine accumulates gradients over any number of backward calls itself, so DeepSpeed sees one step per update.
     ``sizes`` are the numbers of elements of the model's parameters; ``auto`` holds the values of "auto" in the sections
     optimizer and scheduler, by path, such as "optimizer.params.betas".
     """
-    full = _drop_autos(_fill_autos(config, auto))
+    full: dict[str, Any] = _replace_autos(config, auto)
     full.update(
         train_batch_size=options.plan.global_batch_size,
         train_micro_batch_size_per_gpu=options.plan.local_batch_size,
@@ -245,7 +240,7 @@ def resolve(
     zero = full.setdefault("zero_optimization", {})
     zero["stage"] = zero_stage
     if zero_stage == 1:
-        zero["overlap_comm"] = False  # nothing to overlap: gradients are reduced once, in step()
+        zero["overlap_comm"] = False  # no effect: gradients are reduced once, in step()
     elif zero_stage == 2:
         # On CPUs DeepSpeed reduces in the thread that computes, so nothing overlaps; the second bucket takes memory.
         # With an optimizer on the CPU, keep DeepSpeed's default, which overlaps nothing.
@@ -254,7 +249,7 @@ def resolve(
         # ZeRO 3 would replace F.linear in the whole process by one that sums a bias's gradient in another order.
         zero["memory_efficient_linear"] = False
     for name, elements in _bucket_sizes(zero_stage, sizes).items():
-        if name.removeprefix("stage3_") not in zero:  # DeepSpeed takes these names with and without it
+        if name.removeprefix("stage3_") not in zero:  # DeepSpeed reads both names
             zero.setdefault(name, elements)
     bf16, fp16 = full.setdefault("bf16", {}), full.setdefault("fp16", {})
     # --precision bf16 means autocast around fp32 weights, as on every backend; only the JSON can ask for bf16 weights.
@@ -273,9 +268,9 @@ def resolve(
 
 
 def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
-    """How many elements DeepSpeed sends or keeps at once. Its defaults, 50 million to a billion, exceed many models: it
-    would allocate buffers of that size, and ZeRO 3 would keep all gathered weights until the end of the backward
-    pass."""
+    """Numbers of elements that DeepSpeed sends or keeps at once, by option. Its defaults, 50 million to a billion,
+    exceed many models: it would allocate buffers of that size, and ZeRO 3 would keep all gathered weights until the end
+    of the backward pass."""
     bucket_size = min(BUCKET_ELEMENTS, sum(sizes))
     reduce_size = bucket_size
     if zero_stage == 2:
@@ -306,23 +301,17 @@ def _auto_paths(value: Any, path: str = "") -> Iterator[str]:
         yield from _auto_paths(child, f"{path}.{key}".lstrip("."))
 
 
-def _fill_autos(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which the values for these paths replace ``auto``."""
-    full = copy.deepcopy(dict(config))
-    for path in set(_auto_paths(full)).intersection(auto):
-        *sections, key = path.split(".")
-        reduce(lambda inner, name: inner[name], sections, full)[key] = auto[path]
-    return full
-
-
-def _drop_autos(value: Any) -> Any:
-    """A copy without the keys whose value is ``auto``, at any depth."""
+def _replace_autos(value: Any, auto: Mapping[str, Any], path: str = "") -> Any:
+    """A copy in which the values of ``auto`` by path replace "auto", and which has no other "auto", at any depth."""
     if isinstance(value, dict):
-        return {key: _drop_autos(inner) for key, inner in value.items() if inner != AUTO}
-    return [_drop_autos(inner) for inner in value if inner != AUTO] if isinstance(value, list) else value
+        children = {key: _replace_autos(child, auto, f"{path}.{key}".lstrip(".")) for key, child in value.items()}
+        return {key: child for key, child in children.items() if child != AUTO}
+    if isinstance(value, list):
+        return [_replace_autos(child, auto, f"{path}.") for child in value if child != AUTO]
+    return auto.get(path, AUTO) if value == AUTO else value
 
 
-def _refuse_name(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"JSON has no number {name}")
 
 

@@ -2,7 +2,7 @@
 reads and writes ZeRO's state in the form that all backends share: full fp32 weights and moments by parameter name.
 
 Weights and moments of ZeRO 1-2 live in flat fp32 partitions, those of ZeRO 3 in one padded slice per parameter and
-rank. Every method about the state is collective unless it says otherwise.
+rank. Every method that reads or writes this state is collective unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from tandem.distributed.engines.optimizer_state import (
     unfuse,
     write_optimizer,
 )
-from tandem.distributed.engines.parts import OrderedSum
+from tandem.distributed.engines.ordered_sum import OrderedSum
 from tandem.distributed.errors import UserMistake
 from tandem.io.installed import how_to_install
 
-from .config import AUTO, one_line_refusals, resolve
+from .config import AUTO, complete_config, one_line_refusals
 
 if TYPE_CHECKING:
     from tandem.distributed.base import Options
     from tandem.distributed.process_group import ProcessGroup
 
-# DeepSpeed internals that this package uses; another version may name them differently.
-OF_CLASSES = (
+# Attributes of DeepSpeed that this module uses, most of them private: of the package, of the engine, and of its
+# optimizer by ZeRO stage. Another version may name them differently.
+CLASS_INTERNALS = (
     "DeepSpeedEngine._broadcast_model", "zero.Init._convert_to_deepspeed_param", "zero.Init._zero_init_param",
 )  # fmt: skip
-OF_ENGINE = (
+ENGINE_INTERNALS = (
     "_backward_prologue", "_config", "_running_engine_step", "allreduce_gradients", "basic_optimizer",
     "enable_backward_allreduce", "get_global_grad_norm",
 )  # fmt: skip
-OF_ZERO = {
+ZERO_INTERNALS = {
     0: (),
     1: (
         "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state", "averaged_gradients", "bit16_groups",
@@ -69,13 +70,13 @@ OF_ZERO = {
         "offload_optimizer", "overflow", "persistent_parameters", "sub_group_to_group_id",
     ),
 }  # fmt: skip
-OF_ZERO[2] = OF_ZERO[1]
+ZERO_INTERNALS[2] = ZERO_INTERNALS[1]
 
 
 class ZeroEngine(Engine):
     """Wraps one ``deepspeed.initialize``. ZeRO 0 replicates, 1 shards moments, 2 also gradients, 3 also weights."""
 
-    resolved: dict[str, Any]
+    config: dict[str, Any]
     """The configuration with DeepSpeed's defaults."""
 
     def __init__(
@@ -90,7 +91,7 @@ class ZeroEngine(Engine):
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         processes, config = self._processes, self._config
-        runtime = resolve(
+        runtime = complete_config(
             config,
             self._options,
             zero_stage=self._stage,
@@ -105,15 +106,15 @@ class ZeroEngine(Engine):
         self._lacks_weights = self._stage == 3 or weights_are_low_precision
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         trainable = list(self._names)
-        self._parts: OrderedSum | None = None
+        self._ordered_sum: OrderedSum | None = None
         if self._plan.batch_parts:
-            self._parts = OrderedSum(trainable, processes.comm, self._plan.grad_accum_steps)
+            self._ordered_sum = OrderedSum(trainable, processes.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         if self._options.compile:
             model.compile()
         groups: Any = trainable
         if config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
-            # As the flag says and the script's optimizer applies it, which does not decay biases and scales.
+            # Apply --weight_decay as the script's optimizer does, which does not decay biases and scales.
             groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
         with _without_broadcast(), one_line_refusals(self._config_path):
             self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
@@ -124,27 +125,29 @@ class ZeroEngine(Engine):
                 dist_init_required=False,
             )
         internals = SimpleNamespace(engine=self._ds, optimizer=self._zero)
-        names = [f"engine.{name}" for name in OF_ENGINE] + [f"optimizer.{name}" for name in OF_ZERO[self._stage]]
-        check_inside(internals, names, f" at ZeRO {self._stage}")
+        names = [f"engine.{name}" for name in ENGINE_INTERNALS] + [
+            f"optimizer.{name}" for name in ZERO_INTERNALS[self._stage]
+        ]
+        check_internals(internals, names, f" at ZeRO {self._stage}")
         self._optimizer = self._ds.basic_optimizer
         self._parameters = {name: t for name, t in self._state_tensors().items() if isinstance(t, nn.Parameter)}
         self._sets_own_lr = self._scheduler is not None
-        self.resolved = {
+        self.config = {
             **runtime,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
             "optimizer_in_use": type(self._optimizer).__name__,
         }
-        if self._stage == 0 or self._parts is not None:
+        if self._stage == 0 or self._ordered_sum is not None:
             self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
         offload = self._ds._config.zero_config.offload_optimizer
         is_offloaded = offload is not None and offload.device != "none"
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = available_threads(processes.gather_objects) if is_offloaded else None
-        self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
+        self._eager_weights_are_cast = weights_are_low_precision and self._stage < 3
 
     def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The values of "auto" in the JSON's sections optimizer and scheduler: the settings of the script's own
-        optimizer, the flags' warm-up from 0 over at most half of the run, and the run's number of updates."""
+        """The values of "auto" in the JSON's sections optimizer and scheduler, by path: the settings of the script's
+        optimizer, the warm-up of the flags from 0 over at most half of the run, and the run's number of updates."""
         group, updates = optimizer.param_groups[0], self._total_updates
         optimizer_values: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay") if name in group}
         optimizer_values |= {"betas": list(group["betas"])} if "betas" in group else {}
@@ -163,9 +166,9 @@ class ZeroEngine(Engine):
     # DeepSpeed's engine would treat torch.autograd.grad through its outputs (which computes an adaptive loss weight) as
     # the backward pass of a training step.
 
-    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._plain_weights_are_cast:
-            return super()._plain_forward(*args, **kwargs)
+    def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._eager_weights_are_cast:
+            return super()._eager_forward(*args, **kwargs)
         weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
         with torch.compiler.set_stance("force_eager"):
             return torch.func.functional_call(self.module, weights, args, kwargs)
@@ -176,12 +179,14 @@ class ZeroEngine(Engine):
                 "ZeRO 3 frees gathered weights during a backward pass, so a second one cannot follow through the same "
                 "graph; add the losses and call backward once, or run the forward pass again"
             )
-        if self._parts is not None:
-            self._parts.backward(loss, self._guard.initial_gradient(loss, weight), self._micro_batch, retain_graph)
+        if self._ordered_sum is not None:
+            self._ordered_sum.backward(
+                loss, self._guard.initial_gradient(loss, weight), self._micro_batch, retain_graph
+            )
             if self._stage == 3:
                 self._zero.backward_epilogue()  # frees the weights that this backward pass gathered
             return
-        # DeepSpeed averages over the processes, but the update is the sum: multiply by their number.
+        # DeepSpeed averages over the processes, and the update is the sum: multiply by their number.
         loss = loss * self._guard.initial_gradient(loss, weight * self._processes.world_size)
         if self._stage:
             # ZeRO would let a second backward pass after one forward pass overwrite the gradients of the first. With
@@ -192,8 +197,8 @@ class ZeroEngine(Engine):
 
     def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
         self._processes.about_to_update()
-        if self._parts is not None:
-            norm, finite = self._step_with(self._parts)
+        if self._ordered_sum is not None:
+            norm, finite = self._step_ordered(self._ordered_sum)
         elif self._stage == 0:
             norm, finite = self._step_unsharded()
         else:
@@ -201,29 +206,29 @@ class ZeroEngine(Engine):
                 self._ds.step()
             norm = self._ds.get_global_grad_norm()
             if self._stage:
-                self._zero_old_gradients()
+                self._clear_stored_gradients()
             # Filled on the device, because a copy of a number from the host would wait for the device.
             finite = torch.full((), not getattr(self._zero, "overflow", False), device=self._processes.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._processes.device).float()
         return torch.where(finite, norm, torch.nan), finite
 
     @torch.no_grad()
-    def _step_with(self, parts: OrderedSum) -> tuple[Tensor, Tensor]:
+    def _step_ordered(self, ordered_sum: OrderedSum) -> tuple[Tensor, Tensor]:
         """Reduce as the other backends do, and pass the result to DeepSpeed's optimizer, which then does not reduce."""
-        parts.finish()
-        norm = gradient_norm(parts.gradients)
+        ordered_sum.finish()
+        norm = gradient_norm(ordered_sum.gradients)
         finite = torch.isfinite(norm)
         if bool(finite):
-            torch._foreach_div_(parts.gradients, clip_divisor(norm, self._max_grad_norm).float())
-            self._write_gradients(parts.by_parameter)
+            torch._foreach_div_(ordered_sum.gradients, clip_divisor(norm, self._max_grad_norm).float())
+            self._write_gradients(ordered_sum.by_parameter)
             self._zero.step()
             if self._scheduler is not None:
                 self._scheduler.step()
-        parts.zero_()
+        ordered_sum.zero_()
         return norm, finite
 
     def _step_unsharded(self) -> tuple[Tensor, Tensor]:
-        """ZeRO 0 in fp32 is a plain optimizer. DeepSpeed would let it step with a NaN norm, so check the norm first."""
+        """The step of ZeRO 0, which DeepSpeed would make even with a norm of NaN: check the norm first."""
         for parameter in [p for p in self.module.parameters() if p.requires_grad and p.grad is None]:
             parameter.grad = torch.zeros_like(parameter)
         self._ds._running_engine_step = True  # as in DeepSpeed's own step()
@@ -252,10 +257,8 @@ class ZeroEngine(Engine):
         with super().twice_differentiable():
             yield
 
-    # The state.
-
     def local_shards(self) -> dict[str, Tensor]:
-        if self._stage == 3:  # sends nothing
+        if self._stage == 3:
             return {name: self._fp32_slice(tensor) for name, tensor in self._state_tensors().items()}
         if not self._lacks_weights:
             return super().local_shards()
@@ -312,7 +315,7 @@ class ZeroEngine(Engine):
         return {"scale": float(scaler.cur_scale), "finite_in_a_row": updates_since_overflow, "hysteresis": hysteresis}
 
     def _read_optimizer(self) -> dict[str, Any]:
-        """Like ``optimizer_state.read_optimizer``, but sharded moments are given as functions that fetch them."""
+        """Like ``optimizer_state.read_optimizer``, but sharded moments are functions that return them whole."""
         if self._stage == 0:
             return read_optimizer(self._optimizer, self._names)
         step, slots = 0, []
@@ -409,8 +412,8 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _write_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have the optimizer's next step use these gradients, which are full size and equal on every process, without
-        reducing, averaging or rounding them."""
+        """Set the gradients of the optimizer's next step, without reducing, averaging or rounding them: whole tensors,
+        equal on every process."""
         if self._stage == 0:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
@@ -428,9 +431,9 @@ class ZeroEngine(Engine):
                 self._zero.averaged_gradients[i] = [flat]
 
     @torch.no_grad()
-    def _zero_old_gradients(self) -> None:
-        """Zero the gradients of the last update. ZeRO 3, and ZeRO with its optimizer on the CPU, would reuse them for a
-        parameter that gets no gradient in the next update."""
+    def _clear_stored_gradients(self) -> None:
+        """Set the gradients of the last update to zero. ZeRO 3, and ZeRO with its optimizer on the CPU, would reuse
+        them for a parameter that gets no gradient in the next update."""
         if self._stage == 3:
             self._zero.grad_partitions_flat_buffer.zero_()
         for flat, _ in self._flat_partitions():
@@ -453,8 +456,8 @@ class ZeroEngine(Engine):
         return dict(self.module.state_dict(keep_vars=True))
 
 
-def check_inside(owner: Any, names: Iterable[str], context: str = "") -> None:
-    """Check that DeepSpeed, or an object of it, has the names that this package replaces or calls.
+def check_internals(owner: Any, names: Iterable[str], context: str = "") -> None:
+    """Check that DeepSpeed, or an object of it, has the attributes with these names (dotted).
 
     Raises:
         UserMistake: one line that names what is missing.
@@ -474,9 +477,9 @@ def check_inside(owner: Any, names: Iterable[str], context: str = "") -> None:
 
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
-    """Keeps DeepSpeed from broadcasting the weights. The broadcast fails for 0-d parameters, and it is not needed: all
-    processes have been checked to hold the same weights. Raises UserMistake if this version lacks what is replaced."""
-    check_inside(deepspeed, OF_CLASSES)
+    """Context in which DeepSpeed does not broadcast the weights: the broadcast fails for 0-d parameters, and all
+    processes hold the same weights, as was checked. Raises UserMistake if this version lacks what is replaced."""
+    check_internals(deepspeed, CLASS_INTERNALS)
 
     def shard(init: Any, parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)

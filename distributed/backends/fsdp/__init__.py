@@ -1,6 +1,6 @@
-"""PyTorch's fully sharded data parallel (FSDP2), over NCCL or Gloo, under the launchers of ddp.
+"""The backend for PyTorch's fully sharded data parallel (FSDP2), over NCCL or Gloo, under the launchers of ddp.
 
-Only its own flags, or --distributed_backend fsdp, choose it.
+It is used only with one of its own flags, or with --distributed_backend fsdp.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class FSDPBackend(DDPBackend):
         super().__init__(launch, options, args)
         self.reshard_after_forward: bool = args.fsdp_reshard_after_forward
         self.offload: bool = args.fsdp_offload
-        self.blocks: dict[str, list[str]] = {}  # by engine: the blocks whose weights are gathered one block at a time
+        self.blocks: dict[str, list[str]] = {}  # by engine: names of the blocks that are sharded one by one
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        return cls.given_flag(args) is not None
+        return cls.flag_in_use(args) is not None
 
     @classmethod
-    def given_flag(cls, args: argparse.Namespace) -> str | None:
-        # A config.yaml that is read back holds the defaults for every backend, so they do not ask for FSDP.
+    def flag_in_use(cls, args: argparse.Namespace) -> str | None:
+        # A run's config.yaml holds these flags whatever its backend is, so their defaults do not ask for FSDP.
         if args.fsdp_offload:
             return "--fsdp_offload"
         return None if args.fsdp_reshard_after_forward else "--no-fsdp_reshard_after_forward"
@@ -66,7 +66,7 @@ class FSDPBackend(DDPBackend):
         return f"{super().summary()}; the model is sharded{offload_text}"
 
     def describe(self) -> dict[str, Any]:
-        sharded = {
+        fsdp_settings = {
             "reshard_after_forward": self.reshard_after_forward, "offload": self.offload, "blocks": self.blocks,
         }  # fmt: skip
-        return {**super().describe(), "fsdp": sharded}
+        return {**super().describe(), "fsdp": fsdp_settings}

@@ -1,9 +1,8 @@
 """The engine for FSDP2. PyTorch gathers the weights of a block for its passes and sums its gradients; Tandem clips,
-skips non-finite updates, saves the state, and steps the optimizer on what this process holds.
+skips non-finite updates, saves the state, and steps the optimizer on this process's shards.
 
-A process holds some rows of each weight: rows rank x n to (rank + 1) x n, where n is the number of rows divided by that
-of processes, rounded up. The last processes may hold fewer rows, or none. Every process holds a weight without
-dimensions whole.
+A process holds rows rank x n to (rank + 1) x n of each weight, where n is the number of rows divided by the number of
+processes, rounded up. The last processes may hold fewer rows, or none. A 0-d weight is whole on every process.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from tandem.distributed.engines.optimizer_state import (
     unfuse,
     write_optimizer,
 )
-from tandem.distributed.engines.parts import OrderedSum
+from tandem.distributed.engines.ordered_sum import OrderedSum
 from tandem.distributed.engines.reducer import GradientReducer
 from tandem.distributed.engines.replicated import ReplicatedEngine
 from tandem.distributed.errors import UserMistake
 
-_SMALL_BLOCK_DIVISOR = 100  # blocks below 1/100 of the model are gathered with their surroundings ...
+_SMALL_BLOCK_DIVISOR = 100  # blocks below 1/100 of the model are sharded together with the rest of the model ...
 _LARGE_BLOCK_SIZE = 2**20  # ... unless they have this many weights
-_END_OF_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
+_END_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
 
 if TYPE_CHECKING:
     from tandem.distributed.base import Options
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class FSDPEngine(ReplicatedEngine):
-    """A process holds a part of each weight, gradient and moment, and whole weights only while a block computes."""
+    """A process holds a shard of each weight, gradient and moment, and whole weights only while a block computes."""
 
     is_sharded = _lacks_weights = True
 
@@ -67,23 +66,23 @@ class FSDPEngine(ReplicatedEngine):
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         names = {parameter: name for name, parameter in model.named_parameters()}
         if options.compile:
-            model.compile()  # before weights are offloaded: a model may prepare constants where they are
+            model.compile()  # before offloading: a model may prepare constants on the device of its weights
         self._shard(model)
-        full_by_name = self._full_parameters() if self._plan.batch_parts else {}
+        full_parameters = self._full_parameters() if self._plan.batch_parts else {}
         tensors = model.state_dict(keep_vars=True)
-        self._sharded: dict[str, Any] = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
-        self._local: dict[str, nn.Parameter] = {
+        self._sharded_parameters: dict[str, Any] = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
+        self._local_parameters: dict[str, nn.Parameter] = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p
             for name, p in model.named_parameters()
         }
         for group in optimizer.param_groups:
-            group["params"] = [self._local[names[parameter]] for parameter in group["params"]]
-        self._names = {local: name for name, local in self._local.items() if local.requires_grad}
-        unsharded = [local for local, name in self._names.items() if name not in self._sharded]
-        self._parts: OrderedSum | None = None
+            group["params"] = [self._local_parameters[names[parameter]] for parameter in group["params"]]
+        self._names = {local: name for name, local in self._local_parameters.items() if local.requires_grad}
+        unsharded = [local for local, name in self._names.items() if name not in self._sharded_parameters]
+        self._ordered_sum: OrderedSum | None = None
         if self._plan.batch_parts:
-            full_parameters = [full_by_name.get(name, local) for local, name in self._names.items()]
-            self._parts = OrderedSum(full_parameters, processes.comm, self._plan.grad_accum_steps)
+            ordered = [full_parameters.get(name, local) for local, name in self._names.items()]
+            self._ordered_sum = OrderedSum(ordered, processes.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         else:
             self._unsharded_reducer = GradientReducer(unsharded, processes.comm, self.name)
@@ -98,7 +97,7 @@ class FSDPEngine(ReplicatedEngine):
         compute_dtype = torch.float32 if self._plan.batch_parts else DTYPES[options.precision]
         blocks = repeated_blocks(model)
         self.blocks = list(blocks)
-        self._weights_are_cast = bool(blocks) and compute_dtype != torch.float32
+        self._are_weights_cast = bool(blocks) and compute_dtype != torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
         reduce_dtype = torch.bfloat16 if options.reduce_precision == "bf16" else None  # None: the weights' dtype
@@ -110,7 +109,7 @@ class FSDPEngine(ReplicatedEngine):
         )
         # Autocast casts what an operation needs, so inputs are not cast.
         block_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        if self._weights_are_cast:
+        if self._are_weights_cast:
             block_policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype or torch.float32, cast_forward_inputs=False)
         for block in blocks.values():
             shard(block, reshard_after_forward=self._reshard_after_forward, mp_policy=block_policy)
@@ -122,9 +121,9 @@ class FSDPEngine(ReplicatedEngine):
             module.set_gradient_divide_factor(1.0)  # an update is a sum, not a mean
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows only sums
             cast(nn.Module, module).register_forward_pre_hook(_fix_input_strides, with_kwargs=True)
-        if not hasattr(module._get_fsdp_state(), _END_OF_BACKWARD):
+        if not hasattr(module._get_fsdp_state(), _END_BACKWARD):
             raise UserMistake(
-                f"FSDP of PyTorch {torch.__version__} has no {_END_OF_BACKWARD}: it differs from that of the versions "
+                f"FSDP of PyTorch {torch.__version__} has no {_END_BACKWARD}: it differs from that of the versions "
                 "which pyproject.toml allows; install one of those, or leave --distributed_backend fsdp out"
             )
 
@@ -132,7 +131,7 @@ class FSDPEngine(ReplicatedEngine):
         return self._full_parameters().items()
 
     def _full_parameters(self) -> dict[str, nn.Parameter]:
-        """The full parameters that the passes compute with, by name; FSDP empties them when it reshards."""
+        """The whole parameters that passes compute with, by name; FSDP empties them when it reshards."""
         parameters = {}
         for module in self._fsdp_modules:
             module.unshard()
@@ -140,11 +139,11 @@ class FSDPEngine(ReplicatedEngine):
             module.reshard()
         return {name: parameters[name] for name, _ in self.module.named_parameters()}
 
-    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The module is called, because only then it gathers its weights.
+    def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Not `module.forward`, because FSDP's hooks, which gather the weights, run only in a call.
         eager = torch.compiler.set_stance("force_eager") if self._options.compile else nullcontext()
         with eager:
-            if not self._weights_are_cast:
+            if not self._are_weights_cast:
                 return self.module(*args, **kwargs)
             for module in self._fsdp_modules:
                 module.unshard()
@@ -153,17 +152,17 @@ class FSDPEngine(ReplicatedEngine):
 
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
         gradient = self._guard.initial_gradient(loss, weight * self._loss_scale())
-        if self._parts is not None:
-            self._parts.backward(loss, gradient, self._micro_batch, retain_graph)
+        if self._ordered_sum is not None:
+            self._ordered_sum.backward(loss, gradient, self._micro_batch, retain_graph)
             return
         self._unsharded_reducer.backward(loss, gradient, None, retain_graph)
-        if self._keeps_unsharded:
+        if self._is_kept_unsharded:
             self._reduce_late_gradients()
 
     def _reduce_late_gradients(self) -> None:
-        """Sum the gradients that FSDP has missed: those that came after it summed a block's, and those of a backward
-        pass whose end it did not see, because the second pass through a gradient may reach no output of the model."""
-        end_backward = getattr(cast(FSDPModule, self._root)._get_fsdp_state(), _END_OF_BACKWARD)
+        """Let FSDP sum the gradients that it has missed: those that were computed after it summed those of their block,
+        and those of a backward pass that reaches no output of the model, as one through a gradient may do."""
+        end_backward = getattr(cast(FSDPModule, self._root)._get_fsdp_state(), _END_BACKWARD)
         trigger = torch.zeros((), requires_grad=True) * 1
         trigger.register_hook(lambda _: end_backward())
         trigger.backward()
@@ -175,32 +174,31 @@ class FSDPEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def _reduce_gradients(self, with_norm: bool) -> tuple[list[Tensor], Tensor]:
-        if self._parts is not None:
-            self._parts.finish()
-            gradients = self._parts.by_parameter
-            for (local, name), parameter in zip(self._names.items(), self._parts.parameters, strict=True):
+        if self._ordered_sum is not None:
+            self._ordered_sum.finish()
+            gradients = self._ordered_sum.by_parameter
+            for (local, name), parameter in zip(self._names.items(), self._ordered_sum.parameters, strict=True):
                 local.grad = self.shard(name, gradients[parameter]).to(local.device)
-            return self._gradients(), gradient_norm(self._parts.gradients)
+            return self._gradients(), gradient_norm(self._ordered_sum.gradients)
         self._unsharded_reducer.finish()
         for local, name in self._names.items():
-            if name in self._sharded:
-                gradient = self._sharded[name].grad
+            if name in self._sharded_parameters:
+                gradient = self._sharded_parameters[name].grad
                 local.grad = torch.zeros_like(local) if gradient is None else gradient.to_local()
         return self._gradients(), self._norm()
 
     def _gradients(self) -> list[Tensor]:
         # Offloaded gradients come first: the divisor is moved to the device of the first one.
-        ordered = sorted(self._names, key=lambda local: self._names[local] not in self._sharded)
+        ordered = sorted(self._names, key=lambda local: self._names[local] not in self._sharded_parameters)
         return [local.grad for local in ordered if local.grad is not None]
 
     def _norm(self) -> Tensor:
-        """The norm of the gradients of all processes. The stop flag is summed with it."""
+        """The norm of the whole model's gradients. The stop flag is summed with it."""
         processes, device = self._processes, self._processes.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
-        if sharded_gradients := [
-            local.grad for local, name in self._names.items() if name in self._sharded and local.grad is not None
-        ]:
-            sums[0] = gradient_norm(sharded_gradients).square()
+        sharded = [local for local, name in self._names.items() if name in self._sharded_parameters]
+        if gradients := [local.grad for local in sharded if local.grad is not None]:
+            sums[0] = gradient_norm(gradients).square()
         if processes.world_size > 1:
             sums[1].fill_(float(processes.stop.contribute()))
             processes.comm.all_reduce_(sums, f"{self.name}.norm").wait()
@@ -211,29 +209,29 @@ class FSDPEngine(ReplicatedEngine):
 
     def _clear_gradients(self) -> None:
         for local, name in self._names.items():
-            if name in self._sharded:
-                self._sharded[name].grad = local.grad = None
-        if self._parts is not None:
-            self._parts.zero_()
+            if name in self._sharded_parameters:
+                self._sharded_parameters[name].grad = local.grad = None
+        if self._ordered_sum is not None:
+            self._ordered_sum.zero_()
         elif self._unsharded_reducer.gradients:
             self._unsharded_reducer.zero_()
 
     def _reshard(self) -> None:
         """Free whole weights, which the next pass gathers again."""
-        if self._keeps_unsharded:
+        if self._is_kept_unsharded:
             self._keep_unsharded(False)
         for module in self._fsdp_modules:
             module.reshard()
 
-    _keeps_unsharded = False
+    _is_kept_unsharded = False
 
-    def _keep_unsharded(self, keeps: bool) -> None:
+    def _keep_unsharded(self, keep: bool) -> None:
         """Keep whole weights until the update, or free them after each pass."""
-        self._keeps_unsharded = keeps
+        self._is_kept_unsharded = keep
         for module in self._fsdp_modules:
-            is_freed = self._reshard_after_forward and module is not self._root and not keeps
+            is_freed = self._reshard_after_forward and module is not self._root and not keep
             module.set_reshard_after_forward(is_freed, recurse=False)
-            module.set_reshard_after_backward(not keeps, recurse=False)
+            module.set_reshard_after_backward(not keep, recurse=False)
 
     @contextmanager
     def twice_differentiable(self) -> Iterator[None]:
@@ -243,7 +241,7 @@ class FSDPEngine(ReplicatedEngine):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        self._reshard()  # FSDP looks at requires_grad of the sharded parameters
+        self._reshard()  # FSDP reads requires_grad of the sharded parameters
         with super().frozen():
             try:
                 yield
@@ -251,11 +249,11 @@ class FSDPEngine(ReplicatedEngine):
                 self._reshard()
 
     def local_shards(self) -> dict[str, Tensor]:
-        tensors = {**dict(self.module.named_buffers()), **self._local}
+        tensors = {**dict(self.module.named_buffers()), **self._local_parameters}
         return {name: tensors[name].detach() for name in self._shapes}
 
     def unshard(self, name: str, local: Tensor) -> Tensor:
-        if name not in self._sharded:
+        if name not in self._sharded_parameters:
             return local
         rows, *rest = self._shapes[name]
         padded = local.new_zeros(
@@ -267,19 +265,19 @@ class FSDPEngine(ReplicatedEngine):
         return flat.view(-1, *rest)[:rows]
 
     def _getters(self, local: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-        """By name, functions that return ``unshard`` of tensors like ``local_shards()``."""
+        """By name, functions that return the whole tensors of ``local`` ones, which are like ``local_shards()``."""
         return {name: partial(self.unshard, name, tensor) for name, tensor in local.items()}
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         if full.shape != self._shapes[name]:
             raise ValueError(f"the shape {tuple(full.shape)} is not the model's {tuple(self._shapes[name])}")
-        if name not in self._sharded:
+        if name not in self._sharded_parameters:
             return full
         rows = self._rows(name)
         return full[self._processes.rank * rows : (self._processes.rank + 1) * rows]
 
     def _rows(self, name: str) -> int:
-        """Rows of a weight that the first process holds: no process holds more."""
+        """Rows of a weight that the first process holds, the most of all processes."""
         return math.ceil(self._shapes[name][0] / self._processes.world_size)
 
     def _read_state(self) -> dict[str, Any]:
@@ -305,8 +303,9 @@ class FSDPEngine(ReplicatedEngine):
 
 
 def _fix_input_strides(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """FSDP passes inputs through an autograd function, which returns views. A view of a single channels-last sample has
-    another batch stride: a convolution then takes it for contiguous, and rounds differently."""
+    """Forward pre-hook. FSDP passes inputs through an autograd function, which returns views. A view of a single
+    channels-last sample has another batch stride, with which a convolution treats it as contiguous and rounds
+    differently."""
     inputs: tuple[Any, Any] = tree_map_only(Tensor, _fix_batch_stride, (args, kwargs))
     return inputs
 
@@ -337,8 +336,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it computes something with modules of its own. A list only holds modules that another one calls. A single
-    layer is no block: models look at the type of its weights before they call it."""
+    """Whether a module has a forward pass and submodules. A ModuleList has no forward pass. A single layer is no block:
+    models read the dtype of its weights before they call it."""
     return type(module).forward is not nn.Module.forward and any(True for _ in module.children())
 
 

@@ -198,7 +198,7 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
         sizes,
         architecture=True,
     )
-    centred: bool = flag(
+    normalize_input: bool = flag(
         True,
         "map images to [-1, 1] for the layers, and back; off for a model for muse-maskgit-pytorch",
         architecture=True,

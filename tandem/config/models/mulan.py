@@ -180,10 +180,11 @@ class MuLaNConfig(RecomputingConfig):
     freeze_audio_tower: bool = flag(
         False, "do not train the weights of --audio_tower", requires=given("audio_tower", "PATH")
     )
-    init_temperature: float = flag(
-        10.0,
-        "inverse temperature at the start (temperature in the log), which multiplies the cosines; learned, up to 100",
-        positive_float,
+    init_logit_scale: float = flag(
+        math.log(10.0),
+        "logarithm of the inverse temperature at the start, whose exponential (temperature in the log) multiplies the "
+        "cosines; learned, up to ln 100 (default: ln 10, that is %(default).4g)",
+        any_float,
         title="loss",
     )
     init_bias: float = flag(
@@ -265,8 +266,9 @@ class MuLaNConfig(RecomputingConfig):
             problem = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
             advice = "lower it, time_mask_fraction or frequency_mask_fraction"
             raise ValueError(f"patch_dropout {self.patch_dropout}: {problem}; {advice}")
-        if not 0 < self.init_temperature <= MAX_SCALE:
-            raise ValueError(f"init_temperature {self.init_temperature} is not in (0, {MAX_SCALE:g}]")
+        if not -math.inf < self.init_logit_scale <= math.log(MAX_SCALE):
+            limit = f"the logarithm of a factor of up to {MAX_SCALE:g}"
+            raise ValueError(f"init_logit_scale {self.init_logit_scale} is not {limit}, {math.log(MAX_SCALE):.5g}")
         if not math.isfinite(self.init_bias):
             raise ValueError(f"init_bias {self.init_bias} is not finite")
         for name, fixed in _MUSICLM_FIXED.items() if self.layout == "musiclm" else ():

@@ -33,8 +33,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from tandem.io.exits import FAILED, CannotGoOn, leave
-from tandem.io.writing import tell
+from tandem.io.exits import FAILED, CannotGoOn, exit_process
+from tandem.io.writing import say
 
 # Seconds that a worker may take to start, by attempt; usually it takes milliseconds. A late worker is killed.
 _START_TIMEOUTS = (10.0, 20.0, 40.0, 80.0)
@@ -132,7 +132,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
                         main_end.recv_bytes()
                         main_end.send_bytes(b"go on")
                     return popen
-                tell(f"a loader process has not begun within {seconds:g} s, and is started again")
+                say(f"a loader process has not begun within {seconds:g} s, and is started again", unbuffered=True)
                 popen.kill()
                 popen.wait()
         raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
@@ -218,8 +218,8 @@ class _Queue:
             except OSError as error:
                 # End the worker, because the main process would wait for its batch for ever.
                 if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
-                    tell(_explain_send_failure(error))
-                    leave(FAILED, at_once=True)
+                    say(_explain_send_failure(error), unbuffered=True)
+                    exit_process(FAILED, at_once=True)
                 break
         self._writer.close()
 
@@ -396,4 +396,4 @@ def _end_with_the_main_process() -> None:
             signal_info = signal.sigtimedwait({signal.SIGTERM}, 0.5)
             if signal_info is not None and signal_info.si_pid == main_process.pid:
                 break
-    leave(0, at_once=True)
+    exit_process(0, at_once=True)

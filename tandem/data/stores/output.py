@@ -14,6 +14,7 @@ from tandem.data.bad_samples import reason_of
 from tandem.io import writing
 from tandem.io.exits import AskedToStop
 from tandem.io.reading import counted, open_regular, read_json
+from tandem.io.renamed import rename_settings
 
 if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
@@ -107,7 +108,7 @@ class OutputFolder:
 
     def _require_same(self, path: Path) -> None:
         try:
-            old_settings = read_json(path)
+            old_settings = rename_settings(read_json(path))
         except (OSError, ValueError) as error:
             hint = "give another --output, or start over with --fresh"
             raise ValueError(f"cannot read {path}: {reason_of(error)}; {hint}") from None

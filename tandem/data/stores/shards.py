@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tandem.data.bad_samples import BadSample, BadSampleLog, reason_of
 from tandem.io.reading import LONGEST_JSON_BYTES, READ_ERRORS, check_regular, parse_json, read_bytes, read_lines
+from tandem.io.renamed import rename_settings
 
 from .output import OutputFolder, json_bytes
 
@@ -203,7 +204,7 @@ class StoredArrays:
             raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {reason}")
         with explain_errors(path):
             content = read_bytes(path, LONGEST_JSON_BYTES)
-            self.index: Mapping[str, Any] = parse_json(content)
+            self.index: Mapping[str, Any] = rename_settings(parse_json(content))
             self.sha256 = hashlib.sha256(content).hexdigest()
             for entry in self.index["shards"]:
                 if not stays_inside(entry["file"], parts=1):

@@ -34,25 +34,26 @@ class MulanOutput(NamedTuple):
     text: Tensor
     """(b, h, dim_latent), unit vectors in fp32 or fp64."""
     scale: Tensor
-    """(h,): exp(tau), tau clamped at ln 100; similarities are multiplied by it."""
+    """(h,): exp(logit_scale), clamped at 100; similarities are multiplied by it."""
     bias: Tensor
     """(h,): added to the scaled similarities in the sigmoid loss; other losses do not use it."""
 
 
 class _ClampedExp(torch.autograd.Function):
-    """exp(min(tau, ln 100)). The gradient is 0 only where gradient descent would raise a tau that is above ln 100."""
+    """exp(min(logit_scale, ln 100)). The gradient is 0 only where gradient descent would raise a logit_scale that is
+    above ln 100."""
 
     @staticmethod
-    def forward(ctx: Any, tau: Tensor) -> Tensor:
-        scale = tau.clamp(max=math.log(MAX_SCALE)).exp()
-        ctx.save_for_backward(tau, scale)
+    def forward(ctx: Any, logit_scale: Tensor) -> Tensor:
+        scale = logit_scale.clamp(max=math.log(MAX_SCALE)).exp()
+        ctx.save_for_backward(logit_scale, scale)
         return scale
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        tau, scale = ctx.saved_tensors
+        logit_scale, scale = ctx.saved_tensors
         grad = grad * scale
-        return grad.masked_fill((tau > math.log(MAX_SCALE)) & (grad < 0), 0.0)
+        return grad.masked_fill((logit_scale > math.log(MAX_SCALE)) & (grad < 0), 0.0)
 
 
 class LatentProjections(nn.Module):
@@ -122,8 +123,8 @@ class MuLaN(Pretrained):
         self.audio_latents = LatentProjections(outputs, config.audio_dim, config.dim_latent)
         self.text = text
         self.text_latents = LatentProjections(outputs, config.text_dim, config.dim_latent)
-        # t of Radford et al. 2021, log of the inverse temperature; other papers call the temperature itself tau.
-        self.tau = nn.Parameter(torch.full((outputs,), math.log(config.init_temperature)))
+        # t of Radford et al. 2021: the log of the inverse temperature.
+        self.logit_scale = nn.Parameter(torch.full((outputs,), float(config.init_logit_scale)))
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
 
     def _check_clip(self) -> None:
@@ -196,7 +197,7 @@ class MuLaN(Pretrained):
         text = self.text_latents(self.text(tokens, lengths, text_keys))
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
-        return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
+        return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.logit_scale)), bias)
 
     def encode_audio(self, waveforms: Tensor) -> Tensor:
         """Waveforms (b, n) in [-1, 1] at sample_rate, of any length -> unit vectors (b, dim_latent)."""

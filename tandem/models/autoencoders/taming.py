@@ -109,8 +109,8 @@ def make_body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     blocks, *extra_blocks = config.num_resnet_blocks
     if extra_blocks or blocks < 1:
         raise ValueError(f"num_resnet_blocks {list(config.num_resnet_blocks)}: body taming has one number, 1 or more")
-    if not config.centred:
-        raise ValueError("body taming sees images in [-1, 1]: leave --no-centred out")
+    if not config.normalize_input:
+        raise ValueError("body taming sees images in [-1, 1]: leave --no-normalize_input out")
     norm = partial(NormSwish, groups)
     widths = [config.dim * multiple for multiple in config.ch_mult]
     quantizer = make_quantizer(config)

@@ -53,9 +53,9 @@ class VQGAN(Autoencoder):
     Gradient checkpointing computes each layer of encoder and decoder again in the backward pass of training instead of
     keeping its activations: less memory, the same bits, a third more time.
 
-    If it is `centred`, images are mapped from [0, 1] to [-1, 1] before the first layer and back after the last, so that
-    an output of 0, and the padding of a convolution, are grey and not black. If not, the first and the last layer start
-    from weights that compute the same, except at the padding.
+    With `normalize_input`, images are mapped from [0, 1] to [-1, 1] before the first layer and back after the last, so
+    that an output of 0, and the padding of a convolution, are grey and not black. Without it, the first and the last
+    layer start from weights that compute the same, except at the padding.
 
     Raises:
         ValueError: image_size is no multiple of 2^num_layers, or the quantizer cannot have the codebook size.
@@ -77,7 +77,7 @@ class VQGAN(Autoencoder):
         check_multiple("image_size", config.image_size, 2**num_layers, f"2^num_layers = {2**num_layers}")
         self._arguments["num_layers"] = num_layers
         self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
-        self.recompute, self.centred = config.gradient_checkpointing, config.centred
+        self.recompute, self.normalize_input = config.gradient_checkpointing, config.normalize_input
         if config.body == TAMING:
             self.encoder, self.quantizer, self.decoder = make_body(config)
             return
@@ -96,8 +96,8 @@ class VQGAN(Autoencoder):
         self.quantizer = make_quantizer(config)
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.in_dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
-        if not self.centred:
-            self._init_as_centred()
+        if not self.normalize_input:
+            self._init_as_normalized()
 
     @property
     def config(self) -> dict[str, Any]:  # type: ignore[override]
@@ -154,7 +154,7 @@ class VQGAN(Autoencoder):
         return self.quantizer.codes(self._encode(images))
 
     @torch.no_grad()
-    def moments(self, images: Tensor) -> Tensor:
+    def posterior(self, images: Tensor) -> Tensor:
         """Means and, behind them, standard deviations of continuous latents of images as for `encode`: fp32
         (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
         check_images(images, self.channels)
@@ -187,13 +187,13 @@ class VQGAN(Autoencoder):
             The gradient, (c, dim, 1, 1) or (c, dim, 3, 3) fp32, detached, a sum over the images like autograd's.
         """
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            gradient = image_gradient.float() / (2 if self.centred else 1)
+            gradient = image_gradient.float() / (2 if self.normalize_input else 1)
             side = self.last_layer.kernel_size[0]
             shape = (self.channels, features.shape[1], side, side)
             return conv2d_weight(features.float(), shape, gradient, padding=side // 2)
 
     @torch.no_grad()
-    def _init_as_centred(self) -> None:
+    def _init_as_normalized(self) -> None:
         """Change the first and the last layer so that images in [0, 1] give what images in [-1, 1] gave before."""
         first, last = self.encoder[0], self.last_layer
         assert isinstance(first, nn.Conv2d) and first.bias is not None and last.bias is not None
@@ -204,8 +204,8 @@ class VQGAN(Autoencoder):
 
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
-        # A folder without this argument holds a model that centres no images.
-        return super().with_weights(source, {"centred": False, **without_measured_scale(config)}, weights)
+        # A folder without this argument holds a model whose input is not normalized.
+        return super().with_weights(source, {"normalize_input": False, **without_measured_scale(config)}, weights)
 
     def latent_shape(self, side: int) -> tuple[int, int, int]:
         """[d, h', w'] of the continuous latents of images of this side."""
@@ -217,12 +217,12 @@ class VQGAN(Autoencoder):
 
     def _measured_scale(self) -> tuple[float, float] | None:
         is_needed = not (self.num_codes or self._arguments["scaling_factor"])
-        return compute_scale(self.quantizer.moments) if is_needed else None
+        return compute_scale(self.quantizer.latent_stats) if is_needed else None
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
             check_multiple(name, side, 2**self.num_layers, f"2^num_layers = {2**self.num_layers}")
-        inputs = 2 * images - 1 if self.centred else images
+        inputs = 2 * images - 1 if self.normalize_input else images
         return self._apply_layers(self.encoder, channels_last(inputs.to(self.last_layer.weight.dtype)))
 
     def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ class VQGAN(Autoencoder):
         *layers, last = self.decoder
         features = self._apply_layers(layers, channels_last(quantized.to(self.last_layer.weight.dtype)))
         outputs = last(features).float()
-        return (outputs + 1) / 2 if self.centred else outputs, features
+        return (outputs + 1) / 2 if self.normalize_input else outputs, features
 
     def _apply_layers(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
         for layer in layers:

@@ -20,10 +20,10 @@ _DECAY = 0.99  # per update, of the averages that give the scale of the latents
 _MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
 
 
-def compute_scale(moments: Tensor) -> tuple[float, float] | None:
+def compute_scale(latent_stats: Tensor) -> tuple[float, float] | None:
     """(scaling_factor, shift_factor), 1 / standard deviation and mean of all numbers of the latents, from
-    `DiagonalGaussian.moments`; None if nothing was measured, or if the latents were not finite."""
-    weight, mean, mean_square = moments.tolist()
+    `DiagonalGaussian.latent_stats`; None if nothing was measured, or if the latents were not finite."""
+    weight, mean, mean_square = latent_stats.tolist()
     if not weight or not math.isfinite(mean + mean_square):
         return None
     deviation = math.sqrt(max(mean_square / weight - (mean / weight) ** 2, 0.0))
@@ -40,12 +40,12 @@ class DiagonalGaussian(Bottleneck):
 
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)
     keeps_fp32 = True
-    moments: Tensor
+    latent_stats: Tensor
     """fp32 (3,): moving averages of 1, of the latents and of their squares, all from 0."""
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(0, config.latent_dim)
-        self.register_buffer("moments", torch.zeros(3))
+        self.register_buffer("latent_stats", torch.zeros(3))
         self._sums: list[Tensor] = []
 
     @property
@@ -86,5 +86,5 @@ class DiagonalGaussian(Bottleneck):
             return
         total = self.all_reduce(torch.stack(self._sums).sum(0))
         self._sums = []
-        averages = self.moments.lerp((total / total[0]).float(), 1 - _DECAY)
-        self.moments.copy_(averages if skipped is None else torch.where(skipped, self.moments, averages))
+        averages = self.latent_stats.lerp((total / total[0]).float(), 1 - _DECAY)
+        self.latent_stats.copy_(averages if skipped is None else torch.where(skipped, self.latent_stats, averages))

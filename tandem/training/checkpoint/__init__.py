@@ -1,1 +1,1 @@
-"""Checkpoints: their format on the disk, and the thread that writes them while training goes on."""
+"""Checkpoints: their format on the disk (format.py), the copy of the state, and the thread that writes (store.py)."""

@@ -1,4 +1,4 @@
-"""The format of a checkpoint on the disk: a folder of safetensors and JSON files, with a checksum for each file."""
+"""The format of a checkpoint: a folder with a safetensors file for each part, state.json, and checksums."""
 
 import hashlib
 import json
@@ -23,13 +23,14 @@ from tandem.io.reading import (
     read_bytes,
     read_json,
 )
+from tandem.io.renamed import WEIGHTS
 from tandem.io.writing import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
 _CHUNK_BYTES = 1 << 24
-# state.json has numbers and the names of at most a thousand bad samples; other tools may write longer ones.
+# state.json holds numbers and the names of at most a thousand bad samples; other programs may write longer ones.
 LONGEST_STATE_BYTES, _LONGEST_SUMS_BYTES = 1 << 28, 1 << 20
-_LONGEST_HEADER_BYTES = 100_000_000  # safetensors reads no longer one
+_LONGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, SafetensorError)
 _PART_NAME = re.compile(r"\w[\w.-]*")  # a file name that cannot lead out of the folder
 
@@ -40,9 +41,8 @@ Tree = dict[str, Any]
 def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
     """Write and sync a new `folder`: one safetensors file per part, state.json, SHA256SUMS (as `sha256sum -c` reads).
 
-    Training goes on in other threads meanwhile: the library writes without holding Python's global interpreter lock
-    (since safetensors 0.8) and without a second copy of the tensors. The checksums are computed from the files as they
-    are read back from the disk.
+    Training goes on in other threads meanwhile: safetensors (from 0.8 on) writes without Python's global interpreter
+    lock and without a second copy of the tensors. The checksums are of the files as they are read back.
 
     Args:
         folder: Must not exist.
@@ -61,11 +61,10 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], 
 
 
 def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tree], dict[str, Any]]:
-    """Parts and meta of a checkpoint, with tensors on the CPU. No code from the files is executed. Tuples come back as
-    lists.
+    """Parts and meta of a checkpoint, with tensors on the CPU. No code from the files is executed. Tuples become lists.
 
-    The tensors are memory-mapped: all processes of a machine share one read of a file, and one copy in memory. `verify`
-    compares every file with its checksum first, which reads all of them.
+    The tensors are memory-mapped: all processes of a machine share one read of a file, and one copy in memory. With
+    `verify`, all files are read first and compared with their checksums.
 
     Raises:
         ValueError: one line naming the file that is missing or damaged.
@@ -83,7 +82,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
                 tree = part
                 for branch in branches:
                     tree = tree[branch]
-                tree[leaf] = tensor
+                tree[WEIGHTS.get(leaf, leaf)] = tensor
         return parts, dict(state["meta"])
     except OSError as error:
         raise damage_error(Path(error.filename or folder), error_text(error)) from None
@@ -92,8 +91,8 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
 
 
 def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: None) -> None:
-    """Read every file of a checkpoint and compare it with SHA256SUMS. `on_progress` is called now and then to show that
-    the process is alive.
+    """Read every file of a checkpoint and compare it with SHA256SUMS. `on_progress` is called with the name of each
+    file, several times for a long one.
 
     Raises:
         ValueError: one line naming the first file that is missing, damaged, or not listed.
@@ -129,8 +128,8 @@ def checkpoint_file(folder: Path, name: str) -> Path:
 
 
 def _has_full_length(path: Path) -> bool:
-    """Whether a safetensors file is as long as its header says: an endless one could not be read to its end. True for
-    other files. Raises OSError and ValueError, in one line, if it is no regular file."""
+    """Whether a safetensors file has the length of its header; True for other files. Raises OSError and ValueError, in
+    one line, if it is no regular file."""
     if path.suffix != ".safetensors":
         return True
     with open_regular(path) as file:
@@ -154,7 +153,7 @@ def _sha256(path: Path, on_progress: Callable[[str], None] = lambda phase: None)
 
 @contextmanager
 def explain_errors(folder: Path, part: str) -> Iterator[None]:
-    """Context for `load_state_dict` of a part: an error about the state's form becomes a `damage_error`."""
+    """Context for `load_state_dict` of a part, in which an error about the form of the state becomes `damage_error`."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:

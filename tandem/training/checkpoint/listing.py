@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, by name. Imports no PyTorch, so that a start can tell early whether it resumes."""
+"""The checkpoints in a folder, by name; without PyTorch, so that a start finds out early whether it resumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NAME = re.compile(r"step_[0-9]{8,}")
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left, and links, are ignored."""
+    """The newest checkpoint in a folder, or None. Unfinished ones and links are ignored."""
     return next(reversed(list_checkpoints(folder)), None)
 
 
@@ -22,7 +22,7 @@ def unseen_folder_message(rank: int, folder: Path) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The number of updates after which a checkpoint was made, by its name."""
+    """The number of updates before a checkpoint, from its name."""
     return int(path.name.removeprefix("step_"))
 
 

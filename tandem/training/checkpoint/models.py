@@ -1,4 +1,4 @@
-"""The models in a checkpoint: the part that describes them, and where their weights are."""
+"""The part of a checkpoint that describes its models, and where the models' weights are."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.io.renamed import rename_settings
+
 from .format import Tree, damage_error, read_checkpoint
 
 #: The name of the part.
 MODELS = "models"
 
 
-class Models:
-    """The part of a checkpoint that describes each model: its class, as "model", and its constructor arguments, like
-    the config.json of a model folder. So a checkpoint can be loaded without the script and the flags of its run.
+class ModelDescriptions:
+    """The part of a checkpoint that describes each model, as the config.json of a model folder does: its class, as
+    "model", and its constructor arguments. So a checkpoint can be loaded without the script and the flags of its run.
 
     Args:
-        models: Of the class `Pretrained`, by the name of the part that holds the weights; a decoder's are in several.
-            The first one is averaged.
+        models: Models (`Pretrained`) by the name of the part that holds their weights; those of a decoder are in
+            several parts. Only the first model is averaged.
     """
 
     def __init__(self, models: Mapping[str, Any]) -> None:
@@ -32,8 +34,8 @@ class Models:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if a checkpoint's models are of other classes, or were trained with other
-        pretrained models. These are mappings: of files only the SHA-256 is compared, and nothing that an earlier
-        version did not save. `RunFolder.check_config` compares the other arguments, as flags."""
+        pretrained models, which are arguments that are mappings: of a file only the SHA-256 is compared. What the
+        checkpoint lacks is not compared. `RunFolder.check_config` compares the other arguments, as flags."""
         for name, description in self._descriptions.items():
             for key, value in description.items():
                 saved_value = state.get(name, {}).get(key, value if key != "model" else None)
@@ -51,7 +53,7 @@ def _identity(value: Any) -> Any:
     return value.get("sha256", value) if isinstance(value, dict) else value
 
 
-def models_in(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, Any]]:
+def read_descriptions(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, Any]]:
     """The descriptions of a checkpoint's models, by name. Raises ValueError, in one line, if there are none."""
     models = parts.get(MODELS)
     if models is None:
@@ -61,10 +63,10 @@ def models_in(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, An
         )
     if not models or not all(isinstance(m, dict) and isinstance(m.get("model"), str) for m in models.values()):
         raise ValueError(f"cannot read the checkpoint {folder}: it does not say what its models are")
-    return models
+    return {name: rename_settings(description) for name, description in models.items()}
 
 
-def model_in(folder: Path, which: str = "best", name: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_model(folder: Path, which: str = "best", name: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description of a model in a checkpoint, and its weights.
 
     Args:
@@ -76,20 +78,20 @@ def model_in(folder: Path, which: str = "best", name: str | None = None) -> tupl
         ValueError: one line, if the checkpoint does not hold it.
     """
     parts = read_checkpoint(folder)[0]
-    descriptions = models_in(parts, folder)
+    descriptions = read_descriptions(parts, folder)
     average = parts.get("ema") if name is None else None
     if which == "ema" and not average:
         raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
     name = name or next(iter(descriptions))
     try:
-        weights = kept_average(average)["weights"] if average and which != "online" else _online_weights(name, parts)
+        weights = final_average(average)["weights"] if average and which != "online" else _online_weights(name, parts)
         return descriptions[name], dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damage_error(folder, f"it does not hold the model {name[:80]}: {type(error).__name__}: {error}") from None
 
 
-def kept_average(part: Mapping[str, Any]) -> Any:
-    """The average that the run keeps, among those of a checkpoint: the only one, or that of the first --ema_power."""
+def final_average(part: Mapping[str, Any]) -> Any:
+    """The average that becomes the model of the run, from the part "ema": the only one, or of the first --ema_power."""
     if not isinstance(part.get("powers"), dict):
         return part
     first = next(iter(part["powers"].values()), None)
@@ -97,8 +99,8 @@ def kept_average(part: Mapping[str, Any]) -> Any:
 
 
 def _online_weights(name: str, parts: Mapping[str, Tree]) -> Any:
-    """The weights of a model as trained. A decoder's are in the parts of its Unets' engines, and in the part "others"
-    for Unets that were not trained."""
+    """The weights of a model as trained. Those of a decoder are in the parts "unet1" and so on, one for each engine,
+    and in "others" for Unets that were not trained."""
     if name in parts:
         return parts[name]["weights"]
     weights = {f"unets.{key}": tensor for key, tensor in parts["others"]["weights"].items()}

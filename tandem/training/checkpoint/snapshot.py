@@ -1,4 +1,4 @@
-"""A copy of the state of a run on the CPU, made while training goes on."""
+"""A copy on the CPU of the state of a run, for a checkpoint that is written while training goes on."""
 
 import json
 import threading
@@ -12,19 +12,18 @@ from tandem.devices import has_pinned_memory
 
 from .format import Tree
 
-_PIECE_BYTES = 1 << 28  # of pinned memory; a larger tensor has a larger piece
+_CHUNK_BYTES = 1 << 28  # of pinned memory; a larger tensor has a larger chunk
 _ALIGNED_BYTES = 64
-_MAX_SPARE = 1 / 16  # of a state's memory, at most, may be unused in its last piece
+_MAX_SPARE = 1 / 16  # share of the memory of a state that may be unused in its last chunk
 
 Key = tuple[str, str]  # the part of a state, and the path of a tensor in it, joined with '/'
 
 
-class Memory:
-    """The buffers to which the snapshots of a run copy tensors: one for each tensor, which the next snapshot reuses.
+class CopyBuffers:
+    """The buffers into which the snapshots of a run copy tensors: one for each tensor, which the next snapshot reuses.
 
-    Tensors of an accelerator are copied to pinned memory. PyTorch rounds each piece of that up to a power of two (the
-    source: `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h), so tensors share pieces of such
-    sizes.
+    Tensors of an accelerator are copied to pinned memory. PyTorch rounds each allocation of that up to a power of two
+    (`CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h), so tensors share chunks of such sizes.
     """
 
     def __init__(self) -> None:
@@ -37,9 +36,9 @@ class Memory:
             MemoryError: one line.
         """
         missing = {key: tensor for key, tensor in tensors.items() if not self._has_buffer(key, tensor)}
-        for size, keys in pieces({key: tensor.nbytes for key, tensor in missing.items()}):
+        for size, keys in pack_chunks({key: tensor.nbytes for key, tensor in missing.items()}):
             try:
-                piece, start = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
+                chunk, start = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
             except RuntimeError as error:
                 total = sum(tensor.nbytes for tensor in missing.values())
                 raise MemoryError(
@@ -47,12 +46,12 @@ class Memory:
                     f"this machine cannot give: {str(error).splitlines()[0]}"
                 ) from error
             for key in keys:
-                buffer = piece[start : start + missing[key].nbytes]
+                buffer = chunk[start : start + missing[key].nbytes]
                 self._buffers[key] = buffer.view(missing[key].dtype).view(missing[key].shape)
                 start += _aligned(buffer.nbytes)
 
-    def place(self, key: Key, tensor: Tensor) -> Tensor:
-        """The buffer for the copy of a tensor."""
+    def buffer(self, key: Key, tensor: Tensor) -> Tensor:
+        """The buffer for the copy of a tensor, allocated if there is none."""
         if has_pinned_memory(tensor.device):
             self.pin({key: tensor})
         elif not self._has_buffer(key, tensor):
@@ -72,22 +71,20 @@ class Snapshot:
     must not change.
 
     Args:
-        parts: Nested dicts of tensors, JSON values, and functions that fetch a tensor. Their results are copied at
-            once.
-        memory: Holds the copies. Those of older snapshots are lost.
-        keep: Whether this process needs the copies; if not, it makes none. All processes call the functions, because
-            they are collective.
+        parts: Nested dicts of tensors, JSON values, and functions that return a tensor, which is copied at once.
+        buffers: Hold the copies; those of older snapshots are overwritten.
+        keep: Whether this process needs the copies; if not, it only calls the functions, which are collective.
     """
 
-    def __init__(self, parts: Mapping[str, Tree], *, memory: Memory | None = None, keep: bool = True) -> None:
+    def __init__(self, parts: Mapping[str, Tree], *, buffers: CopyBuffers | None = None, keep: bool = True) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
-        self._memory = Memory() if memory is None else memory
+        self._buffers = CopyBuffers() if buffers is None else buffers
         self._to_copy: dict[Key, Tensor] = {}
         self._event: torch.Event | None = None
         self._finished = threading.Event()
         values = split(parts, self._add_tensor if keep else lambda *_: None)
         device_tensors = {key: tensor for key, tensor in self._to_copy.items() if tensor.device.type != "cpu"}
-        self._memory.pin({key: tensor for key, tensor in device_tensors.items() if has_pinned_memory(tensor.device)})
+        self._buffers.pin({key: tensor for key, tensor in device_tensors.items() if has_pinned_memory(tensor.device)})
         for key in device_tensors:
             self._copy(key, self._to_copy.pop(key))
         # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
@@ -103,9 +100,9 @@ class Snapshot:
             self._to_copy[key] = tensor
 
     def _copy(self, key: Key, tensor: Tensor) -> None:
-        """Copy a tensor, or start its transfer from an accelerator: the accelerator's memory may be used for something
-        else at once, because that is queued after the transfer."""
-        (part, name), copy = key, self._memory.place(key, tensor)
+        """Copy a tensor, or start its transfer from an accelerator, whose memory may be reused at once: that work is
+        queued after the transfer."""
+        (part, name), copy = key, self._buffers.buffer(key, tensor)
         self.tensors[part][name] = copy.copy_(tensor, non_blocking=copy.is_pinned())
 
     def finish(self) -> None:
@@ -124,30 +121,27 @@ class Snapshot:
         self._finished.wait()
 
 
-def split(parts: Mapping[str, Tree], visit: Callable[[Key, Tensor, bool], object]) -> dict[str, Tree]:
-    """The JSON values of a state. `visit` is called with each tensor, and whether a function has fetched it."""
-    return {name: _split_tree(name, part, (), visit) for name, part in parts.items()}
-
-
-def _split_tree(
-    part: str, tree: Mapping[str, Any], path: tuple[str, ...], visit: Callable[[Key, Tensor, bool], object]
-) -> Tree:
+def split(
+    tree: Mapping[str, Any], visit: Callable[[Key, Tensor, bool], object], path: tuple[str, ...] = ()
+) -> dict[str, Tree]:
+    """The JSON values of a state, which are nested as the state is. `visit` is called with the key of each tensor, the
+    tensor, and whether a function has returned it."""
     values: Tree = {}
-    for key, value in tree.items():
-        assert isinstance(key, str) and "/" not in key, f"{key!r} in {path} must be a string without '/'"
-        is_fetched = callable(value)
-        leaf = value() if is_fetched else value
+    for name, value in tree.items():
+        assert isinstance(name, str) and "/" not in name, f"{name!r} in {path} must be a string without '/'"
+        leaf = value() if callable(value) else value
         if isinstance(leaf, Mapping):
-            values[key] = _split_tree(part, leaf, (*path, key), visit)
+            values[name] = split(leaf, visit, (*path, name))
         elif isinstance(leaf, Tensor):
-            visit((part, "/".join((*path, key))), leaf.detach(), is_fetched)
+            part, *names = (*path, name)
+            visit((part, "/".join(names)), leaf.detach(), callable(value))
         else:
-            values[key] = leaf
+            values[name] = leaf
     return values
 
 
 def pinned_shapes(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
-    """Meta tensors like those that a snapshot copies to pinned memory. Collective."""
+    """Meta tensors with the shapes of all tensors that a snapshot copies to pinned memory. Collective."""
     shapes: dict[Key, Tensor] = {}
 
     def record(key: Key, tensor: Tensor, _: bool) -> None:
@@ -158,9 +152,9 @@ def pinned_shapes(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
     return shapes
 
 
-def pieces(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Pack blocks of these sizes into pieces of memory: the size of each piece, a power of two (all in bytes), and the
-    keys of the blocks in it, in their order, aligned. Large blocks come first, smaller ones fill the rest."""
+def pack_chunks(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Pack aligned blocks of these sizes (bytes) into chunks of memory. Yields the size of each chunk, a power of two,
+    and the keys of its blocks in their order: large blocks come first, smaller ones fill the rest."""
     remaining = {key: _aligned(size) for key, size in sorted(sizes.items(), key=lambda item: -item[1])}
     most_spare = sum(remaining.values()) * _MAX_SPARE
     while remaining:
@@ -168,7 +162,7 @@ def pieces(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]:
         size = _power_of_two(total)
         if size - total > most_spare:
             size //= 2
-        size = free = max(min(size, _PIECE_BYTES), _power_of_two(largest))
+        size = free = max(min(size, _CHUNK_BYTES), _power_of_two(largest))
         keys = []
         for key, block_size in remaining.items():
             if block_size <= free:

@@ -1,4 +1,4 @@
-"""Checkpoints that are either complete or absent: written by a thread during training, committed by a rename."""
+"""Saves checkpoints, by a thread during training, and loads them; a rename makes a complete one visible."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tandem.io.writing import WRITER, delete, free_name, processor_time, sync, w
 
 from .format import Tree, check_sums, damage_error, explain_errors, read_checkpoint, write_checkpoint
 from .listing import latest_checkpoint, list_checkpoints, unseen_folder_message
-from .models import MODELS, models_in
-from .snapshot import Memory, Snapshot, pinned_shapes
+from .models import MODELS, read_descriptions
+from .snapshot import CopyBuffers, Snapshot, pinned_shapes
 
 if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
@@ -33,8 +33,8 @@ WriteExtra = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tre
 class Stateful(Protocol):
     """A part of a checkpoint. Both methods are called on every process, `load_state_dict` inside `raise_on_all_ranks`.
 
-    A part may also have `live_state()`, which is then called instead of `state_dict()`. It need not copy: its tensors
-    may be those that the next update changes, and functions in their places may fetch tensors one by one.
+    If a part has `live_state()`, that is called instead of `state_dict()`. It need not copy: its tensors may be those
+    that the next update changes, and in the place of a tensor there may be a function that returns it.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -45,10 +45,10 @@ class Checkpoints:
     """The checkpoints of a run: folders `step_00000100/` and so on, and a file `latest` with the name of the newest.
 
     Args:
-        folder: Holds the checkpoints; the first save creates it, in a folder that exists.
+        folder: Holds the checkpoints. The first save creates it, but not its parents.
         keep: Number of newest checkpoints that are not deleted, at least 1.
         processes: The processes of the run; all of them call `save` and `wait`.
-        sync_first: A file whose content must reach the disk before a checkpoint does; it need not exist.
+        sync_first: A file that is synced to the disk before each checkpoint, if it exists.
         check: Raises OSError if nothing may be written to `folder` now.
     """
 
@@ -75,13 +75,13 @@ class Checkpoints:
         self._has_reported_failure = False  # whether `messages` has reported that saves fail
         self._reported_names: set[str] = set()  # names that were in `undeleted` before
         self._protected_names: set[str] = set()  # names of checkpoints that no save tries to delete again
-        self._memory = Memory()
+        self._buffers = CopyBuffers()
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
 
     def prepare(self, parts: Mapping[str, Tree]) -> None:
-        """Allocate the pinned memory to which saves of a state like this one are copied. For some gigabytes that takes
-        seconds, which the first save would add to training. Collective.
+        """Allocate the pinned memory for the copies of `parts`. For some gigabytes that takes seconds, which would
+        otherwise delay training at the first save. Collective.
 
         Raises:
             UserMistake: one line, if the root's machine has too little memory.
@@ -89,26 +89,26 @@ class Checkpoints:
         tensors = pinned_shapes(parts)
         with self._processes.raise_on_all_ranks():
             if self._processes.is_root:
-                self._memory.pin(tensors)
+                self._buffers.pin(tensors)
 
     def save(
         self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any], write_extra: WriteExtra | None = None
     ) -> None:
         """Start to write a checkpoint of this step, unless it exists already; then delete the oldest. Collective.
 
-        Waits for the previous write, but not for this one: if this one fails, `failure` says so later, and the older
+        Waits for the previous write, but not for this one. If this one fails, `failure` is the reason, and the older
         checkpoints stay as they are.
 
         Args:
             parts: Nested dicts of tensors, JSON values, and functions that return a tensor. Only the root's values are
                 written, but every process calls the functions, because they are collective.
             write_extra: Called on the root with the copy of the parts, by the thread that writes, before the checkpoint
-                is there. If it fails, the checkpoint does too.
+                is complete. If it fails, so does the save.
         """
         self.join()
         self.requested_step = step
         is_needed = self._processes.is_root and not self._step_path(step).exists()
-        snapshot = Snapshot(parts, memory=self._memory, keep=is_needed)
+        snapshot = Snapshot(parts, buffers=self._buffers, keep=is_needed)
         if not is_needed:
             return
         self._snapshot, self.failure = snapshot, None
@@ -119,19 +119,19 @@ class Checkpoints:
         self._processes.before_update(self._wait_for_copy)
 
     def wait(self) -> None:
-        """Return when the last save is on the disk, or `failure` says why it is not. Collective."""
+        """Return when the last save is on the disk or has failed. Collective."""
         self.join()
         self._processes.barrier()
 
     def save_failure(self) -> str | None:
-        """`failure` on every process, when the last save has ended. Collective."""
+        """Wait for the last save; return the root's `failure` on every process. Collective."""
         self.wait()
         failure: str | None = self._processes.broadcast_object(self.failure)
         return failure
 
     def messages(self, *, at_end: bool = False) -> Iterator[str]:
-        """Lines for the user, on the root: that saves fail (once until one succeeds; not `at_end`, when the caller
-        prints it), that they succeed again, and what could not be deleted."""
+        """Lines for the user, on the root: that saves fail (once until one succeeds, and not `at_end`, where the caller
+        prints it), that saves succeed again, and what could not be deleted."""
         while self.undeleted:
             yield f"{self.undeleted.pop(0)}; it stays"
         newest = None if self.requested_step is None else self._step_path(self.requested_step)
@@ -149,11 +149,11 @@ class Checkpoints:
     def load_newest(
         self, folder: RunFolder, expected: Collection[str], say: Callable[[str], None]
     ) -> tuple[Path | None, dict[str, Tree], dict[str, Any]]:
-        """Load the newest checkpoint that is whole. Collective. Damaged ones, and a run folder that a process does not
-        see, are reported to `say`.
+        """Load the newest checkpoint that is whole. `say` is called with a line on each damaged one, and on a process
+        that does not see the run folder. Collective.
 
         Returns:
-            Its path, None if none was ever saved; its parts and meta, see `load`.
+            Its path, or None if none was ever saved; its parts and meta, see `load`.
 
         Raises:
             UserMistake: one line, if all checkpoints are damaged or gone, or a process does not see the folder.
@@ -167,7 +167,7 @@ class Checkpoints:
                         f"{folder.path} holds a model of update {folder.finished_step} and no checkpoint; "
                         "restore one to go on, give another --output_dir, or start over with --fresh"
                     )
-        # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
+        # All processes use the root's answer: a process that does not see the folder must not start a new run.
         latest = processes.broadcast_object(str(newest) if newest else None)
         blind_ranks = [rank for rank, is_seen in enumerate(processes.gather_objects(folder.is_seen)) if not is_seen]
         with processes.raise_on_all_ranks():
@@ -186,15 +186,15 @@ class Checkpoints:
             ValueError: one line, if a state is not what its part wrote; on all processes.
         """
         for name, state in states.items():
-            # A context for each part: `load_state_dict` calls its collectives before it can fail.
+            # One context for each part: collectives inside are allowed only before what may fail.
             with self._processes.raise_on_all_ranks(), explain_errors(path, name):
                 parts[name].load_state_dict(state)
 
     def newest_valid(self, say: Callable[[str], None]) -> Path | None:
-        """The newest checkpoint whose files match their checksums, or None if none was ever saved. Called on the root
-        only.
+        """The newest checkpoint whose files match their checksums, or None if none was ever saved. On the root.
 
-        Newer checkpoints that are damaged are renamed, so that their steps can be saved again, and reported to `say`.
+        Newer checkpoints, which are damaged, are renamed, so that their steps can be saved again; `say` is called with
+        a line on each.
 
         Raises:
             ValueError: one line, if all checkpoints are damaged or gone.
@@ -206,8 +206,10 @@ class Checkpoints:
             except ValueError as error:
                 errors.append((path, error))
                 continue
-            for damaged_path, reason in errors:
-                say(f"{reason}; moved to {_set_aside(damaged_path)}, going on from the one before")
+            for damaged_path, reason in errors:  # not deleted, because somebody might repair it
+                new_path = free_name(damaged_path.with_name(f"{_DAMAGED}{damaged_path.name}"))
+                os.rename(damaged_path, new_path)
+                say(f"{reason}; moved to {new_path}, going on from the one before")
             return path
         if errors:
             raise ValueError(
@@ -220,16 +222,14 @@ class Checkpoints:
         return None
 
     def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
-        """Parts and meta of a checkpoint that `newest_valid` has checked, on the CPU. Every process may call it.
-
-        It must hold exactly the parts named in `expected`, if any.
+        """Parts and meta of a checkpoint that `newest_valid` has checked, on the CPU. Not collective.
 
         Raises:
-            ValueError: one line, if the checkpoint cannot be read or holds other parts.
+            ValueError: one line, if the checkpoint cannot be read, or its parts are not those of `expected`, if any.
         """
         parts, meta = read_checkpoint(path, verify=False)
         if MODELS in expected:
-            models_in(parts, path)
+            read_descriptions(parts, path)
         if expected and set(parts) != set(expected):
             raise damage_error(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
         return parts, meta
@@ -243,7 +243,7 @@ class Checkpoints:
             self._snapshot.wait()
 
     def join(self) -> None:
-        """Wait for this process's write; afterwards `failure` is up to date."""
+        """Wait for this process's write, which may set `failure`."""
         last_seconds = None
         while self._thread is not None and self._thread.is_alive():
             seconds = processor_time(self._thread)
@@ -253,7 +253,7 @@ class Checkpoints:
             self._thread.join(timeout=1.0)
         self._thread = None
 
-    # Everything below runs in the thread that writes.
+    # The methods below run in the thread that writes.
 
     def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], write_extra: WriteExtra | None) -> None:
         start = time.monotonic()
@@ -267,8 +267,8 @@ class Checkpoints:
             unfinished = free_name(self.folder / f"{_UNFINISHED}{path.name}")
             write_checkpoint(unfinished, snapshot.tensors, state)
             self._commit(unfinished, path)
-        except Exception as error:  # training goes on after any error, because the next save may succeed
-            if not path.exists():  # if it exists, only steps after the rename failed: the next save repeats them
+        except Exception as error:  # training goes on: the next save may succeed
+            if not path.exists():  # if it exists, only work after the rename failed, which the next save repeats
                 self.failure = f"cannot write the checkpoint {path}: {error_text(error)}"
             if unfinished is not None:
                 delete(unfinished)  # make room: the disk may be full
@@ -284,13 +284,15 @@ class Checkpoints:
             write_atomically(self.folder / "latest", f"{path.name}\n".encode())
         finally:
             for old in list_checkpoints(self.folder)[: -self._keep]:
-                if old.name not in self._protected_names:  # not renamed at each save: a kill could leave it so
+                if (
+                    old.name not in self._protected_names
+                ):  # otherwise renamed at each save, and a kill could leave it renamed
                     self._delete_checkpoint(old)
 
     def _make_room(self) -> None:
-        """Create the folder, and delete the leftovers of killed saves."""
+        """Create the folder, and delete what killed saves left in it."""
         if not self.folder.exists():
-            self.folder.mkdir()  # without its parents: a run folder that was renamed meanwhile must not reappear
+            self.folder.mkdir()  # not its parents: a run folder that was renamed meanwhile must not be created again
             sync(self.folder.parent)
         for prefix in (_UNFINISHED, _UNWANTED):
             for leftover in self.folder.glob(f"{prefix}*"):
@@ -307,14 +309,14 @@ class Checkpoints:
             return
         files = sorted(os.listdir(unwanted))
         if reason := delete(unwanted):
-            is_whole = sorted(os.listdir(unwanted)) == files  # protected, perhaps in order to keep it
+            is_whole = sorted(os.listdir(unwanted)) == files  # write-protected, perhaps so that it stays
             if is_whole:
                 self._protected_names.add(path.name)
                 os.rename(unwanted, path)
             self._note_undeleted(path if is_whole else unwanted, reason)
 
     def _note_undeleted(self, path: Path, reason: str) -> None:
-        """Note that something cannot be deleted, once for each name: it prevents no save."""
+        """Record in `undeleted`, once for each name, what cannot be deleted. Saves go on."""
         if path.name not in self._reported_names:
             self._reported_names.add(path.name)
             self.undeleted.append(f"cannot delete {path}: {reason}")
@@ -322,10 +324,3 @@ class Checkpoints:
 
 def _name_others(n: int) -> str:
     return "there is no other one" if n == 0 else f"so are the {n} before it" if n > 1 else "so is the one before it"
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint; it is not deleted, because somebody might repair it."""
-    target = free_name(path.with_name(f"{_DAMAGED}{path.name}"))
-    os.rename(path, target)
-    return target

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a run go, and when it is time to save, to stop or to finish."""
+"""The time and the memory that a run takes, and when it is time to save, to stop or to finish."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
 
 _IMPORTED = time.monotonic()
-_MAX_UPDATES = 1000  # between two looks at the clock
+_MAX_UPDATES = 1000  # between two calls of `check_limits`
 _UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
 
 
 def process_seconds() -> float:
-    """Seconds since this process was started; since this module was imported, if /proc does not say."""
+    """Seconds since this process was started; without /proc since this module was imported."""
     since_import = time.monotonic() - _IMPORTED
     try:
         # Field 22 of /proc/self/stat: start in clock ticks since boot. The fields are counted after the name in ().
@@ -38,8 +38,8 @@ def process_seconds() -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """The most memory in GB that this process had since it started: of the host, and of its GPU, where
-    PyTorch reserves more than it has in use."""
+    """The peak memory of this process in GB since its start: of the host, and of its GPU in use and reserved by
+    PyTorch."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peaks = {"peak_host_memory_gb": host}
     if device.type != "cpu":
@@ -50,12 +50,12 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class Clock:
-    """Wall-clock seconds of all starts of a run, and how much of this start was training and how much waiting.
+    """Wall-clock seconds of all starts of a run, the rate of training in this start, and its waits.
 
     Args:
-        minutes: Limit of this process, within which a last save must be done; None for no limit.
+        minutes: Time limit of this process, within which a last save must be done; None for no limit.
         save_minutes: Age of a checkpoint at which the next one is due; 0 for never.
-        run_minutes: Limit of all starts together, after which the run finishes; None for no limit.
+        run_minutes: Time limit of all starts together, after which the run finishes; None for no limit.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Clock:
     ) -> None:
         self._processes, self._limit_seconds = processes, 60 * (minutes or math.inf)
         self._save_seconds, self.run_seconds = 60 * (save_minutes or math.inf), 60 * (run_minutes or math.inf)
-        self._asked_at: float | None = None
+        self._checked_at: float | None = None
         self._longest_step = 0.0
         self._paused_since: float | None = None
         self._saving_seconds = 0.0
@@ -96,7 +96,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context for validation, pictures, checkpoints and the like: rate and waits of training leave it out."""
+        """Context for validation, pictures and checkpoints, which rate and waits of training leave out."""
         new_waits, start = self._new_waits(), time.monotonic()
         self._paused_since = start
         yield
@@ -106,8 +106,9 @@ class Clock:
 
     @contextmanager
     def validating(self) -> Iterator[Callable[[], float]]:
-        """Context for a validation. It gives a function that afterwards returns the share of the validation in the time
-        since the end of the previous one; 0 for the first of a start, in which loaders begin and kernels are chosen."""
+        """Context for a validation. It yields a function that afterwards returns the share of the validation in the
+        time since the end of the previous one; 0 for the first of a start, in which loaders begin and kernels are
+        chosen."""
         start, previous_end, share = time.monotonic(), self._validated_at, 0.0
         yield lambda: share
         self._validated_at = time.monotonic()
@@ -126,28 +127,28 @@ class Clock:
         """Seconds that this process waited since the last call, by metric."""
         waits = {**self._new_waits(), "save": self._saving_seconds}
         if self._processes.device.type != "cpu":
-            del waits["communication"]  # the host waits for all kernels, and those wait for other processes
+            del waits["communication"]  # contains the device's computing, for which the host waits
         self._waits_before, self._saving_seconds = dict(self._processes.waited), 0.0
         return {f"{name}_seconds": seconds for name, seconds in waits.items()}
 
     def is_late(self, save_seconds: float) -> bool:
-        """Whether it is time to save. Called when the processes ask whether to stop: after each update, and between the
-        steps of an evaluation. Three of these steps and the save are allowed twice the longest time so far.
+        """Whether the time limit of this process requires a save now. Called after each update, and between the steps
+        of an evaluation. Three more of these steps and the save may take twice the longest time so far.
 
         Args:
             save_seconds: Of the longest save so far, 0 if none.
         """
-        asked_at = time.monotonic()
-        if self._asked_at is not None:
-            self._longest_step = max(self._longest_step, asked_at - self._asked_at)
-        self._asked_at = asked_at
+        checked_at = time.monotonic()
+        if self._checked_at is not None:
+            self._longest_step = max(self._longest_step, checked_at - self._checked_at)
+        self._checked_at = checked_at
         # Three steps: a stop request takes effect up to two updates late (`ProcessGroup.stop_requested`).
         margin = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
         return self._limit_seconds < math.inf and process_seconds() + margin >= self._limit_seconds
 
-    def look(self, updates: int) -> tuple[bool, bool, int]:
+    def check_limits(self, updates: int) -> tuple[bool, bool, int]:
         """Whether a checkpoint is due by its age, whether the time of the run is over, and after how many updates to
-        look again: after half of the remaining time, if updates are as slow as the slowest so far or as the mean of all
+        call this again: after half of the remaining time, if an update takes the longest time so far or the mean of all
         `updates` of this start, of which the first may have compiled the model."""
         now = time.monotonic()
         save_seconds, run_seconds = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds

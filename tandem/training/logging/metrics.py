@@ -1,4 +1,4 @@
-"""The record of an update for its line of metrics."""
+"""The values of an update for its line of metrics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Metrics:
                 self._sums[name] = self._sums[name] + share if name in self._sums else share
 
     def log(self, update: Update | None = None, /, **values: Any) -> None:
-        """Record the report on an engine's step and other values of this update: numbers or 0-d tensors, equal on all
+        """Record the result of an engine's step and other values of this update: numbers or 0-d tensors, equal on all
         processes. Tensors are read only if a line follows."""
         if self.due:
             step_values = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}

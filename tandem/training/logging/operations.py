@@ -1,8 +1,8 @@
-"""Floating point operations per second of a run, and the peak of its device.
+"""Floating point operations (FLOPs) of the updates of a run, and the peak rate of its devices.
 
 A multiplication and an addition are two operations. Those of matrix products, convolutions and attention are counted,
-forward and backward, of frozen networks too, and each once: repetitions that save memory are left out. So the share of
-the peak is the model FLOPs utilization of Chowdhery et al. 2022, "PaLM", appendix B.
+forward and backward, of frozen networks too, but not those of recomputation that saves memory. So the fraction of the
+peak rate is the model FLOPs utilization (MFU) of Chowdhery et al. 2022, "PaLM", appendix B.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tandem.flops import FlopCounter
 if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
 
-# By the whole name that PyTorch gives a device: 10^12 operations per second without sparsity in (bf16, fp16, tf32,
-# fp32); None: it has no units for that. A slice of a GPU (MIG) has another name. NVIDIA's datasheets state products on
-# tensor cores with sparsity since Hopper and Ada, which is twice as much.
+# By PyTorch's name of a device, a whole match: 10^12 operations per second without sparsity in (bf16, fp16, tf32,
+# fp32); None: the device has no units for that. A slice of a GPU (MIG) has another name. Since Hopper and Ada NVIDIA's
+# datasheets state rates of tensor cores with sparsity, which are twice as high.
 _PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]] = {
     # "NVIDIA V100 Tensor Core GPU" and "NVIDIA T4", datasheets
     r"Tesla V100-SXM2-\d+GB": (None, 125, None, 15.7),
@@ -48,13 +48,13 @@ _PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]]
 }
 
 
-MOST_KINDS = 32
+MAX_KINDS = 32
 _LATER_KINDS = object()
 
 
-def peak(name: str | None, precision: str) -> float | None:
-    """Operations per second of a device by the name that PyTorch gives it, in "bf16", "fp16", "tf32" or "fp32"; None if
-    that is not known."""
+def peak_flops(name: str | None, precision: str) -> float | None:
+    """Peak operations per second of the device with this name of PyTorch, in "bf16", "fp16", "tf32" or "fp32"; None if
+    unknown."""
     for pattern, rates in _PEAKS.items():
         if re.fullmatch(pattern, name or ""):
             tera = rates[("bf16", "fp16", "tf32", "fp32").index(precision)]
@@ -62,24 +62,23 @@ def peak(name: str | None, precision: str) -> float | None:
     return None
 
 
-def name_of(device: torch.device) -> str | None:
-    """PyTorch's name of a device; None for a CPU, and where PyTorch knows none."""
+def device_name(device: torch.device) -> str | None:
+    """PyTorch's name of a device; None for a CPU, and where PyTorch has none."""
     if device.type == "cpu":
         return None
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(get_name(device)) if get_name else None
 
 
-def peak_of_all(processes: ProcessGroup, precision: str) -> float | None:
-    """Operations per second that the devices of all processes could make in a precision; None if that of
-    any of them is not known. Collective."""
-    peaks = processes.gather_objects(peak(name_of(processes.device), precision))
+def total_peak_flops(processes: ProcessGroup, precision: str) -> float | None:
+    """The sum of `peak_flops` of all processes' devices in a precision; None if one is unknown. Collective."""
+    peaks = processes.gather_objects(peak_flops(device_name(processes.device), precision))
     return None if None in peaks else sum(peaks)
 
 
-def matrix_product(device: torch.device, precision: str) -> float:
-    """Measures how many operations per second a product of two square matrices makes, with the threads of this process:
-    the fastest one in a second."""
+def measure_matmul_flops(device: torch.device, precision: str) -> float:
+    """Operations per second of a product of two square matrices on this device, with the threads of this process: the
+    highest rate, over sizes, that is measured within a second."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     max_rate, size, deadline = 0.0, 256, time.monotonic() + 1.0
     while max_rate == 0.0 or time.monotonic() < deadline:
@@ -90,20 +89,19 @@ def matrix_product(device: torch.device, precision: str) -> float:
         product[0, 0].item()  # waits for the device
         seconds = time.monotonic() - start
         max_rate = max(max_rate, 2 * size**3 / seconds)
-        size *= 2 if seconds < (0.1 if size < 1024 else 0.01) else 1  # a short one is mostly launch and wait
+        size *= 2 if seconds < (0.1 if size < 1024 else 0.01) else 1  # a short product is mostly launch and wait
     return max_rate
 
 
 class Operations:
-    """Counts the operations of this process's updates. All updates of one kind have the same number. The first two of
-    each kind are counted while they run, because the first may initialise a codebook; the others cost nothing.
+    """Counts the operations of this process's updates. All updates of one kind have the same number, that of its second
+    update: the first may initialise a codebook, too. Later updates of the kind are not slowed down by counting.
 
-    Kinds after the first `MOST_KINDS`, such as texts of ever new lengths, are not counted, because counting slows an
-    update down.
+    Kinds after the first `MAX_KINDS`, such as texts of ever new lengths, are not counted.
 
     Args:
-        is_compiled: Only the second update of each kind is counted: the compiler may try kernels in the first.
-        is_unknown: Nothing is counted, because a compiled backward pass hides what it computes a second time.
+        is_compiled: The first update of each kind is not counted: the compiler may try kernels in it.
+        is_unknown: Nothing is counted, because a compiled backward pass does not show what it recomputes.
     """
 
     def __init__(self, *, is_compiled: bool = False, is_unknown: bool = False) -> None:
@@ -115,7 +113,7 @@ class Operations:
     @contextmanager
     def update(self, kind: Hashable) -> Iterator[None]:
         """Context for an update."""
-        if kind not in self._updates and len(self._updates) >= MOST_KINDS:
+        if kind not in self._updates and len(self._updates) >= MAX_KINDS:
             kind = _LATER_KINDS
         number = self._updates[kind]
         if kind is _LATER_KINDS or self._is_unknown or number > 1 or (self._is_compiled and number == 0):
@@ -128,11 +126,11 @@ class Operations:
         self._since_line[kind] += 1
 
     def flops_of(self, kind: Hashable) -> float:
-        """Operations of an update; NaN if that is not known."""
+        """Operations of an update; NaN if unknown."""
         return self._flops.get(kind, math.nan)
 
     def mean_since_line(self) -> float:
-        """Mean operations per update since the last call; NaN if an update's are not known."""
+        """Mean operations per update since the last call; NaN if those of an update are unknown."""
         total = sum(self.flops_of(kind) * updates for kind, updates in self._since_line.items())
         mean = total / self._since_line.total() if self._since_line else math.nan
         self._since_line.clear()

@@ -11,13 +11,13 @@ import torch
 
 
 class Profiler:
-    """Records the root's operations in some updates (first and last, counted from 1), and writes them to `folder`: a
-    trace for https://ui.perfetto.dev, and a table of the operations that take the most time."""
+    """Records the root's operations in the updates `steps` (first and last, counted from 1), and writes them to
+    `folder`: a trace for https://ui.perfetto.dev, and a table of the operations that take the most time."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None]) -> None:
         self._steps, self._folder, self._say = steps, folder, say
         self._profile: Any = None
-        self._recorded: list[int] = []
+        self._recorded_updates: list[int] = []
 
     @contextlib.contextmanager
     def update(self, number: int) -> Iterator[None]:
@@ -34,20 +34,20 @@ class Profiler:
             self._profile.start()
         with torch.profiler.record_function(f"update {number}"):
             yield
-        self._recorded.append(number)
+        self._recorded_updates.append(number)
         if number == self._steps[1]:
             self._write()
 
     def close(self) -> None:
-        """Write the record if the run ends before the last of these updates."""
+        """Write what was recorded, if the run ends before the last of these updates."""
         if self._profile is not None:
             self._write()
-        elif self._steps is not None and not self._recorded:
+        elif self._steps is not None and not self._recorded_updates:
             self._say(f"--profile_steps {self._steps[0]}:{self._steps[1]}: this start made none of these updates")
 
     def _write(self) -> None:
         self._profile.stop()
-        name = f"updates_{self._recorded[0]}-{self._recorded[-1]}"
+        name = f"updates_{self._recorded_updates[0]}-{self._recorded_updates[-1]}"
         trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
         key = "self_device_time_total" if torch.accelerator.is_available() else "self_cpu_time_total"
         try:

@@ -1,4 +1,4 @@
-"""The progress of a run, its display, and lines about a run and its processes."""
+"""The progress of a run, its display on the terminal, and lines about a run and its processes."""
 
 import contextlib
 import math
@@ -18,27 +18,17 @@ from tandem.io.installed import command_of
 from tandem.io.reading import counted, printable
 from tandem.training.run_folder.starts import describe_placement
 
-from .table import MetricsTable, time_left
+from .table import MetricsTable, format_time_left
 
 _WIDTH = 100  # characters of a line of metrics, where the terminal has as many
 
 
-def total_steps_from(epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
-    """Updates of the whole run: those of `epochs`, but at most `max_steps`, and at least 1."""
-    steps = _count_steps(epochs, samples_per_epoch, batch_size)
-    return steps if max_steps is None else min(steps, max_steps)
-
-
-def _count_steps(epochs: float, samples_per_epoch: int, batch_size: int) -> int:
-    return max(1, math.ceil(round(epochs * samples_per_epoch) / batch_size))
-
-
-def describe_length(
+def run_length(
     epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int, max_minutes: float | None = None
-) -> tuple[str, str]:
-    """The flag that sets the length of a run, `--epochs` or `--max_steps`; and the number of updates with the flags
-    that bound it, as people read them."""
-    epoch_steps, flag = _count_steps(epochs, samples_per_epoch, batch_size), "--epochs"
+) -> tuple[int, str, str]:
+    """Updates of the whole run: those of `epochs`, but at most `max_steps`, and at least 1; the flag that sets them,
+    `--epochs` or `--max_steps`; and a text of the updates with the flags that bound them."""
+    epoch_steps, flag = max(1, math.ceil(round(epochs * samples_per_epoch) / batch_size)), "--epochs"
     reason, steps = f"--epochs {epochs:g}", epoch_steps
     if max_steps is not None and max_steps < epoch_steps:
         flag, steps = "--max_steps", max_steps
@@ -47,24 +37,23 @@ def describe_length(
     elif max_steps is not None and max_steps > epoch_steps:
         reason += f", which ends the run before --max_steps {max_steps}"
     minutes = f"; at most {counted(max_minutes, 'minute')} by --max_minutes" if max_minutes else ""
-    return flag, f"{counted(steps, 'update')} ({reason}{minutes})"
+    return steps, flag, f"{counted(steps, 'update')} ({reason}{minutes})"
 
 
 class Progress:
-    """Number of samples seen, from which step, epoch, schedules and file names derive. `batch_size` is samples per
-    update over all processes, `samples_per_epoch` the size of the training split, `total_steps` the updates of the run,
-    which schedules follow too."""
+    """Number of samples seen, from which step and epoch follow. `batch_size` is samples per update over all processes,
+    `samples_per_epoch` the size of the training split, `total_steps` the updates of the run, which schedules use."""
 
     def __init__(self, batch_size: int, samples_per_epoch: int, total_steps: int) -> None:
         self.batch_size = batch_size
         self.samples_per_epoch = samples_per_epoch
         self.total_steps = total_steps
-        #: The update with which the run ends: fewer than `total_steps` where its time is over before.
+        #: Updates after which the run ends: fewer than `total_steps` if its time is over before.
         self.last_step = total_steps
         self.samples = 0
-        #: Wall-clock seconds in which they were seen, over all starts of the run; `Run.save` sets it.
+        #: Wall-clock seconds of all starts of the run; `Run.save` sets it.
         self.seconds = 0.0
-        #: Metrics of the newest update that are not logged yet, because the run was stopped before its evaluation.
+        #: Metrics of the newest update that are not logged yet, because its evaluation is still to be made.
         self.unfinished_line: dict[str, Any] | None = None
 
     @property
@@ -74,7 +63,7 @@ class Progress:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training split, as a fraction."""
+        """Passes over the training split, a fractional number."""
         return self.samples / self.samples_per_epoch
 
     @property
@@ -87,8 +76,8 @@ class Progress:
         self.samples += self.batch_size
 
     def due(self, every_n_steps: int, *, ahead: int = 0) -> bool:
-        """Whether something that happens every n updates (0: only at the end) happens after the update just counted, or
-        after the one that is `ahead` by so many updates."""
+        """Whether something that happens every n updates (0: only at the end) happens after the newest update, or after
+        the update that is `ahead` by so many."""
         step = self.step + ahead
         return step >= self.last_step or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
 
@@ -103,9 +92,8 @@ class Progress:
         """Continue from a state.
 
         Raises:
-            ValueError: if the batch size differs, because steps are counted in batches, or if the size of the training
-                split differs, because the order of samples depends on it; or if the samples seen
-                are no whole number of updates.
+            ValueError: the batch size differs, because steps are counted in batches, or the size of the training split,
+                because the order of samples depends on it; or the samples seen are no whole number of updates.
         """
         if state["batch_size"] != self.batch_size:
             raise ValueError(
@@ -133,7 +121,7 @@ class Progress:
 
 class ProgressDisplay:
     """Shows metrics and short messages: on a terminal above a tqdm bar, elsewhere as plain lines. Only the root prints.
-    A terminal or pipe that is gone ends nothing: the run can still save.
+    Errors of a closed terminal or pipe are ignored, so that the run can still save.
 
     Args:
         columns: See `MetricsTable`.
@@ -147,7 +135,8 @@ class ProgressDisplay:
         self._max_seconds_left = max_seconds_left
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
         self._first_step, self._start_seconds = progress.step, time.monotonic()
-        # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
+        # Without a width, tqdm draws no bar on a terminal that does not report its own; get_terminal_size returns 80
+        # then.
         self._columns = shutil.get_terminal_size().columns
         self._bar = tqdm(
             total=progress.total_steps,
@@ -160,18 +149,18 @@ class ProgressDisplay:
         )
         width = _WIDTH if self._bar.disable else min(_WIDTH, self._columns)
         self._table = MetricsTable(progress.total_steps, columns, width)
-        #: Set the values of an earlier start's validation, with which the next one is compared.
+        #: Sets the values of an earlier start's validation, with which the next one is compared.
         self.remember = self._table.remember
 
     def update(self) -> None:
         """Show that an update was counted."""
         with contextlib.suppress(OSError):
             if not self._bar.disable and (seconds_left := self._seconds_left()) is not None:
-                self._bar.set_postfix_str(f"{time_left(seconds_left)} left", refresh=False)
+                self._bar.set_postfix_str(f"{format_time_left(seconds_left)} left", refresh=False)
             self._bar.update(self._progress.step - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Print these metrics of the newest update, as far as people need them."""
+        """Print those of the newest update's metrics that `MetricsTable` shows."""
         if self._is_root:
             for line in self._table.lines(self._progress.step, metrics, self._seconds_left()):
                 self._print(printable(line))
@@ -185,8 +174,8 @@ class ProgressDisplay:
         return max(0.0, min(seconds, self._max_seconds_left()))
 
     def say(self, text: str, *, whole: bool = False) -> None:
-        """Print a message, which may quote a file; on a terminal it is wrapped between words, unless `whole`: so that
-        a command can be copied."""
+        """Print a message, with ? for control characters. On a terminal it is wrapped between words, unless it is to
+        stay `whole`, as a command that people copy."""
         text = printable(text)
         if not (self._bar.disable or whole):
             text = textwrap.fill(
@@ -207,7 +196,7 @@ class ProgressDisplay:
             self._bar.close()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`8 s`, `3 min 20 s`, `5 h 02 min`."""
     rounded = max(0, round(seconds))
     if rounded < 60:
@@ -218,7 +207,7 @@ def duration(seconds: float) -> str:
 
 
 def format_setting(value: Any) -> Any:
-    """A setting as people write it: 30 for the number 30.0."""
+    """A setting as in a command: 30 for the number 30.0."""
     return f"{value:g}" if isinstance(value, float) else value
 
 
@@ -232,7 +221,7 @@ def describe_part(part: Any) -> str:
 
 
 def closing_lines(folder: Path, models: Sequence[str], picture: Path | None, use: Sequence[str]) -> Iterator[str]:
-    """A line on each output of a finished run, and the commands that show it and use its model (`Evaluation.use`)."""
+    """Lines on the outputs of a finished run, and the commands that show it and use its model (`Evaluation.use`)."""
     yield f"model: {', '.join(models)}"
     if picture:
         yield f"picture: {picture}"
@@ -242,8 +231,8 @@ def closing_lines(folder: Path, models: Sequence[str], picture: Path | None, use
         yield f"next: {shlex.join([*command_of(script), '--model', models[0], *flags])}"
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line on each difference between the processes that wrote a checkpoint and those of now (`Backend.describe`)."""
     lines = []
     writer, reader = describe_placement(before), describe_placement(now)
     if writer != reader:

@@ -1,4 +1,4 @@
-"""Lines of metrics as people read them."""
+"""Metrics as a table on the terminal."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from tandem.training.metrics.directions import FAULTS
 
 _ROWS_PER_HEADING = 20  # of the table between two headings
 _CELL_WIDTH = 9  # characters of most numbers
-_VALUE_WIDTH = 20  # of " 0.09475 (-0.00428)", a value of a validation and how it has changed
+_VALUE_WIDTH = 20  # of " 0.09475 (-0.00428)", a value of a validation and its change
 
 
 class MetricsTable:
@@ -17,8 +17,8 @@ class MetricsTable:
 
     Args:
         total_steps: Updates of the whole run.
-        columns: Names as in metrics.jsonl, the most important first: of an update, beside its loss, and of a
-            validation ("valid/psnr"; none: all that it has). The last are left out if the width has no room for them.
+        columns: Names as in metrics.jsonl, the most important first: metrics of an update, beside its loss, and of a
+            validation ("valid/psnr"; without any, all are shown). The last ones are left out if the line has no room.
         width: Characters of a line.
     """
 
@@ -36,11 +36,11 @@ class MetricsTable:
         self._previous |= {n: v for n, v in validation.items() if isinstance(v, int | float) and abs(v) < 1e300}
 
     def lines(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> Iterator[str]:
-        """The lines for the metrics after `step` updates: of the update, of a validation, of both or of neither. The
-        time left is not shown if it is None."""
+        """The lines for the metrics after `step` updates: of the update, of a validation, of both or of neither.
+        `seconds_left` until the end of the run, None if unknown."""
         clock = f"{step:>{len(self._total)}}/{self._total}"
         if any(name in metrics for name in self._update_columns):
-            yield from self._row(clock, metrics, "-" if seconds_left is None else time_left(seconds_left))
+            yield from self._row(clock, metrics, "-" if seconds_left is None else format_time_left(seconds_left))
         for prefix, label in (("valid", "valid"), ("valid_whole", "whole")):
             if cells := list(self._validation_cells(metrics, prefix)):
                 yield self._fit_line(f"{label:<6} {clock}  ", cells).rstrip()
@@ -48,10 +48,10 @@ class MetricsTable:
 
     def _row(self, clock: str, metrics: Mapping[str, Any], time_text: str) -> Iterator[str]:
         """A row for an update; before it the heading, if that has changed or 20 rows have passed."""
-        fixed_cells = {"samples/s": number(metrics.get("samples_per_second")), "left": time_text}
+        fixed_cells = {"samples/s": format_number(metrics.get("samples_per_second")), "left": time_text}
         # Counts of faults are not shown as long as they are 0.
         fixed_cells |= {name: str(metrics[name]) for name in FAULTS if metrics.get(name)}
-        cells = {name: number(metrics.get(name)) for name in self._update_columns}
+        cells = {name: format_number(metrics.get(name)) for name in self._update_columns}
         row_cells, start = {**cells, **fixed_cells}, f"update {clock}"
         widths = {name: max(len(name), 6 if name in fixed_cells else _CELL_WIDTH) for name in row_cells}
         # The loss, the rate and the time stay; of the faults, the first ones.
@@ -74,9 +74,9 @@ class MetricsTable:
         for n, metric in enumerate(self._validation_columns or values):
             versions = [name for name in values if re.fullmatch(rf"(ema[^/]*/)?{re.escape(metric)}", name)]
             for name in versions if n == 0 and self._validation_columns else versions[:1]:
-                cell, previous = f"{name} {number(values[name])}", self._previous.get(f"{prefix}/{name}")
+                cell, previous = f"{name} {format_number(values[name])}", self._previous.get(f"{prefix}/{name}")
                 if previous is not None:
-                    cell += f" ({difference(values[name], previous)})"
+                    cell += f" ({format_difference(values[name], previous)})"
                 yield f"{cell:<{len(name) + _VALUE_WIDTH}}"
 
     def _fit_line(self, line: str, cells: Sequence[str]) -> str:
@@ -89,7 +89,7 @@ class MetricsTable:
         return line
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """A metric with four significant digits, very large and very small ones with three: 18.20, 0.06431, 7.01e-05. Whole
     numbers are shown as they are."""
     if not isinstance(value, float) or not math.isfinite(value):
@@ -100,8 +100,9 @@ def number(value: Any) -> str:
     return f"{value:.{_decimals(rounded)}f}"
 
 
-def difference(value: float, before: float) -> str:
-    """How a metric has changed, with its decimals but no more than four significant digits: +1.20, -0.00512, +3."""
+def format_difference(value: float, before: float) -> str:
+    """The change of a metric, with the decimals of `value`, but at most four significant digits: +1.20, -0.00512,
+    +3."""
     change = value - before
     if isinstance(change, int) or not math.isfinite(change):
         return f"{change:+}"
@@ -116,7 +117,7 @@ def _decimals(value: float) -> int:
     return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 3
 
 
-def time_left(seconds: float) -> str:
+def format_time_left(seconds: float) -> str:
     """`0:08`, `3:20`, `5h02`, `2d05h`."""
     rounded = max(0, round(seconds))
     if rounded < 3600:

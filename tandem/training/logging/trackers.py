@@ -20,21 +20,21 @@ from tandem.io.writing import create, open_appending, replacing, say, write_atom
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 1800.0
 _LONGEST_ID_BYTES = 1000
 _MOST_BINS = 512  # wandb's own limit for a histogram
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class Trackers:
-    """metrics.jsonl, which must be written, and trackers that are switched off at their first error, with a message.
+    """metrics.jsonl, and trackers, each of which is switched off at its first error, with a message.
 
-    metrics.jsonl has one object per line, `{"step": ..., ...}`, readable while the run goes on. NaN and infinities,
-    which JSON does not have, are written as null, and numbers with 12 digits, because further digits of a mean depend
-    on the number of processes. Lines that cannot be written are kept and written with the next one.
+    metrics.jsonl has one object per line, `{"step": ..., ...}`, and can be read while the run goes on. NaN and
+    infinities, which JSON does not have, are written as null, and numbers with 12 digits, because further digits of a
+    mean depend on the number of processes. Lines that cannot be written now are written with the next one.
 
     Args:
         report_to: "tensorboard", "wandb", or both, see `KINDS`; empty: metrics.jsonl alone.
         config: The run's arguments, which wandb shows beside the curves.
-        wandb_names: "project", "name", "entity" and "tags" as wandb.init takes them, or some of them; the name is that
-            of the folder if it is not given.
+        wandb_names: Arguments "project", "name", "entity" and "tags" of wandb.init, or some of them; the default name
+            is that of the folder.
         check: Raises OSError if `folder` is no longer that of the run.
         is_root: Whether this process reads and writes; the others have no lines and no trackers.
 
@@ -43,18 +43,18 @@ class Trackers:
     """
 
     def __init__(
-        self, folder: Path, report_to: Collection[str] = (), config: Mapping[str, Any] = NOTHING,
-        wandb_names: Mapping[str, Any] = NOTHING, check: Callable[[], None] = lambda: None, *, is_root: bool = True,
+        self, folder: Path, report_to: Collection[str] = (), config: Mapping[str, Any] = _EMPTY,
+        wandb_names: Mapping[str, Any] = _EMPTY, check: Callable[[], None] = lambda: None, *, is_root: bool = True,
     ) -> None:  # fmt: skip
         for name in report_to:
             spec = importlib.util.find_spec(name)
-            if spec is None or spec.loader is None:  # a plain folder of this name is no package
+            if spec is None or spec.loader is None:  # without a loader it is a plain folder, not a package
                 raise missing_package(f"--report_to {name}", name, extra=name)
         self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
-        #: Why lines are waiting, in one line; None if none are.
+        #: Why lines could not be written, in one line; None if all are written.
         self.failure: str | None = None
-        #: The newest line with a validation that `cut_back` has found.
-        self.last_validation: Mapping[str, Any] = NOTHING
+        #: The newest line with a validation before the resumed step; set by `cut_back`.
+        self.last_validation: Mapping[str, Any] = _EMPTY
         self._last_step: float = -1
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._pending_lines: list[bytes] = []
@@ -66,8 +66,8 @@ class Trackers:
                 self._switch_off(name, error)
 
     def cut_back(self, step: int) -> None:
-        """Delete the lines after `step`, at which the run continues (0: a new run), and a last line that is incomplete.
-        Call it before the first `log`."""
+        """Delete the lines after `step`, from which the run goes on (0: a new run), and an incomplete last line. Called
+        before the first `log`."""
         if not self._is_root:
             return
         if self.path.is_symlink():
@@ -86,7 +86,7 @@ class Trackers:
         self._call_trackers("cut_back", step)
 
     def line(self, step: int) -> dict[str, Any] | None:
-        """The line of a step as it is on the disk; None if there is none."""
+        """The written line of a step; None if there is none."""
         if not self._is_root:
             return None
         return next((parse_json(line) for line in _read_file_lines(self.path) if _read_step(line) == step), None)
@@ -107,7 +107,7 @@ class Trackers:
         self._call_trackers("log_image", step, name, image)
 
     def write_lines(self) -> None:
-        """Write the lines that are waiting."""
+        """Write the lines that are not written yet."""
         if not self._pending_lines:
             return
         content = b"".join(self._pending_lines)
@@ -116,7 +116,7 @@ class Trackers:
             with open_appending(self.path) as file:
                 size = file.seek(0, os.SEEK_END)
                 if size < self._size:
-                    # Truncating to the expected size would fill the file up with zero bytes.
+                    # Truncating to the expected size would pad the file with zero bytes.
                     say(f"{self.path} lost lines while the run goes on: {size} of {self._size} bytes are left")
                     self._size = size
                     if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
@@ -132,9 +132,9 @@ class Trackers:
         self._size += len(content)
         self._pending_lines, self.failure = [], None
 
-    def close(self, models: Mapping[str, Path] = NOTHING) -> None:
-        """Log trained models, folders or files by alias, such as "final", and finish writing. May wait for a server for
-        long; Ctrl-C ends that."""
+    def close(self, models: Mapping[str, Path] = _EMPTY) -> None:
+        """Log trained models, folders or files by alias, such as "final", and finish writing. Uploads may take long;
+        Ctrl-C ends them."""
         self.write_lines()
         try:
             if "wandb" in self._trackers:
@@ -156,7 +156,7 @@ class Trackers:
 
 
 def _read_file_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; none if there is no file. Raises OSError and ValueError if it is no file of lines."""
+    """The lines of a file; none if there is no file. Raises OSError and ValueError if it cannot be read as lines."""
     try:
         yield from read_lines(path)
     except FileNotFoundError:
@@ -209,11 +209,10 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run. Its id is kept in the run folder, so that a resumed run continues it.
+    """A Weights & Biases run. Its id is in the run folder, so that a resumed run continues it.
 
-    Key, server and mode come from wandb's login and environment variables, and so do project and entity unless they are
-    given. Without a key, or if the server cannot be reached, the run is written to `wandb/`, from where `wandb sync`
-    uploads it.
+    Key, server and mode come from wandb's login and environment variables, as do project and entity by default. Without
+    a key, or if the server cannot be reached, the run is written to `wandb/`, from where `wandb sync` uploads it.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], wandb_names: Mapping[str, Any]) -> None:
@@ -258,7 +257,9 @@ class WandbTracker:
 
     def close(self, models: Mapping[str, Path]) -> None:
         for alias, path in models.items():
-            metadata = {"config": self._config}  # as one entry: wandb takes a hundred, and a script may have more flags
+            metadata = {
+                "config": self._config
+            }  # in one entry: wandb allows a hundred, and a script may have more flags
             artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=metadata)
             artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
             self._run.log_artifact(artifact, aliases=[alias])
@@ -266,7 +267,7 @@ class WandbTracker:
 
 
 def _expand_counts(histogram: Image.Image) -> Any:
-    """The codes that a `code_histogram` counts, each as often as it was used."""
+    """The codes of a `code_histogram`, each as often as it was used: int64 (sum of the counts,)."""
     import numpy as np
 
     counts = histogram.info["counts"]
@@ -274,10 +275,10 @@ def _expand_counts(histogram: Image.Image) -> Any:
 
 
 def _drop_texts(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics without the time of day, which is text and which these trackers record themselves."""
+    """Metrics without texts, which are the time of day: these trackers record it themselves."""
     return {name: value for name, value in metrics.items() if not isinstance(value, str)}
 
 
-#: The trackers by the name that --report_to gives them: constructors that the root calls with the run folder, its
-#: configuration and wandb's names for it.
+#: The trackers by their names in --report_to. The root constructs them with the run folder, the run's configuration and
+#: `wandb_names`.
 KINDS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}

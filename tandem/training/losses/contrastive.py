@@ -31,10 +31,7 @@ KINDS = ("softmax", "decoupled", "sigmoid")
 
 # In place of `ProcessGroup` where each process computes everything: the collectives return their input.
 _SINGLE_PROCESS: Any = SimpleNamespace(
-    rank=0,
-    world_size=1,
-    gather=lambda tensor, sizes: tensor,
-    sum=lambda value: value,
+    rank=0, world_size=1, gather=lambda tensor, sizes: tensor, sum=lambda value: value
 )
 
 
@@ -48,9 +45,9 @@ class ContrastiveResult(NamedTuple):
     bias_gradient: Tensor  # (h,) total; zero but for the sigmoid loss
     audio_variance: Tensor  # 0-d in [0, 1]: of the final embeddings, 1 - |their mean|^2; 0: all are the same
     text_variance: Tensor  # 0-d
-    scale: Tensor  # (h,) as given
-    bias: Tensor  # (h,) as given
-    collapsed_loss: Tensor  # 0-d: the loss if every sound were equally near to every text
+    scale: Tensor  # (h,) the argument
+    bias: Tensor  # (h,) the argument
+    collapsed_loss: Tensor  # 0-d: the loss if all scores were equal
 
 
 class _Sums(NamedTuple):
@@ -64,17 +61,6 @@ class _Sums(NamedTuple):
     collapsed_loss: Tensor  # of one head
 
 
-class _SigmoidTotals:
-    """Sums over comparisons by the sigmoid loss, in fp64, so that the number of chunks does not change the rounded
-    result: loss, gradients of this process's audio (b, h, d), scale and bias, and number of comparisons."""
-
-    def __init__(self, audio: Tensor, scale: Tensor, bias: Tensor) -> None:
-        self.loss, self.n_compared, self.audio, self.scale, self.bias = (
-            torch.zeros_like(x, dtype=sum_dtype(x.device)) for x in (scale.sum(), scale.sum(), audio, scale, bias)
-        )
-        self.terms = (self.loss, self.audio, self.scale, self.bias)
-
-
 class Contrastive:
     """A contrastive loss over the batch of all processes, whose parts may differ in size and be empty.
 
@@ -85,8 +71,8 @@ class Contrastive:
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
         mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
-        is_replicated: Every process computes the loss of the whole batch. The result has the same bits on any number of
-            processes (for --batch_parts), but work and memory are not divided among them.
+        is_replicated: Every process computes the loss of the whole batch, so that the result has the same bits on any
+            number of processes (for --batch_parts). Work and memory are not divided among the processes then.
     """
 
     def __init__(
@@ -144,8 +130,7 @@ class Contrastive:
         if is_even or processes.world_size == 1:
             return [len(audio)] * processes.world_size
         own_size = torch.full((1,), len(audio), device=audio.device)
-        sizes: list[int] = processes.gather(own_size, [1] * processes.world_size).tolist()
-        return sizes
+        return list(processes.gather(own_size, [1] * processes.world_size).tolist())
 
     def _compute_result(
         self, processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
@@ -191,26 +176,33 @@ class Contrastive:
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
         texts, captions = (processes.gather(tensor, sizes) for tensor in (text, caption_ids))
-        totals = _SigmoidTotals(audio, scale, bias)
+        # In fp64, so that the number of chunks does not change the rounded results.
+        like = (scale.sum(), audio, scale, bias, scale.sum())
+        totals = [torch.zeros_like(tensor, dtype=sum_dtype(tensor.device)) for tensor in like]
+        text_gradients = []
         # One process's texts at a time, so that the memory for comparisons does not grow with their number.
-        text_gradients = [
-            self._compare(totals, audio, chunk, scale, bias, caption_ids, chunk_captions, rank == processes.rank, sizes)
-            for rank, (chunk, chunk_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True))
-        ]
+        for rank, (chunk, chunk_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True)):
+            is_own = rank == processes.rank
+            terms = self._compare(audio, chunk, scale, bias, caption_ids, chunk_captions, is_own, sum(sizes))
+            text_gradients.append(terms.pop())
+            for total, term in zip(totals, terms, strict=True):
+                total += term
+        loss, audio_gradient, scale_gradient, bias_gradient, n_compared = totals
         *sums, comparisons, text_gradient = _sum_over_processes(
-            processes, totals.loss, totals.scale, totals.bias, audio[:, 0].sum(0), text[:, 0].sum(0), totals.n_compared,
+            processes, loss, scale_gradient, bias_gradient, audio[:, 0].sum(0), text[:, 0].sum(0), n_compared,
             torch.cat(text_gradients),
         )  # fmt: skip
         start, pairs = sum(sizes[: processes.rank]), sum(sizes)
         global_sums = _Sums._make([*sums, _collapsed_sigmoid(pairs, comparisons)])
-        return pairs, global_sums, totals.audio, text_gradient[start : start + len(text)]
+        return pairs, global_sums, audio_gradient, text_gradient[start : start + len(text)]
 
     def _compare(
-        self, totals: _SigmoidTotals, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor,
-        text_captions: Tensor, are_pairs: bool, sizes: list[int],
-    ) -> Tensor:  # fmt: skip
-        """Compare each audio (b, h, d) with each text (m, h, d) by the sigmoid loss, and add the results to `totals`.
-        Returns the gradient of the texts in fp64. ``are_pairs``: text i is that of audio i."""
+        self, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor, text_captions: Tensor,
+        are_pairs: bool, n_pairs: int,
+    ) -> list[Tensor]:  # fmt: skip
+        """Compare each audio (b, h, d) with each text (m, h, d) by the sigmoid loss; ``are_pairs``: text i is that of
+        audio i. Returns the sum of the losses / ``n_pairs``, its gradients of audio, scale and bias, the number of
+        comparisons, and its gradient of the texts."""
         signs = -torch.ones(len(audio), len(text), dtype=audio.dtype, device=audio.device)
         is_excluded = self._duplicate_mask(caption_ids, text_captions)
         if are_pairs:
@@ -218,12 +210,9 @@ class Contrastive:
             is_excluded.fill_diagonal_(False)
         leaves = [tensor.detach().requires_grad_() for tensor in (audio, text, scale, bias)]
         with torch.enable_grad():
-            loss = _sigmoid_losses(signs, is_excluded, *leaves).sum() / sum(sizes)
-        audio_gradient, text_gradient, *scalar_gradients = torch.autograd.grad(loss, leaves)
-        totals.n_compared += (~is_excluded).sum()
-        for total, term in zip(totals.terms, (loss.detach(), audio_gradient, *scalar_gradients), strict=True):
-            total += term
-        return text_gradient.to(sum_dtype(text_gradient.device))
+            loss = _sigmoid_losses(signs, is_excluded, *leaves).sum() / n_pairs
+        audio_gradient, text_gradient, *head_gradients = torch.autograd.grad(loss, leaves)
+        return [loss.detach(), audio_gradient, *head_gradients, (~is_excluded).sum(), text_gradient]
 
     def _duplicate_mask(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Mask (rows, columns) of equal captions, each caption with itself included; without `mask_duplicates`, all are

@@ -1,7 +1,7 @@
-"""Random numbers of the training of a diffusion model.
+"""Random numbers of the losses of diffusion models: times, noise, dropped conditions, degraded pictures.
 
-A draw is a function of (seed, name of the network, step, position in the global batch), and never of processes,
-micro-batches or the other networks that are trained beside it.
+A draw is a function of (seed, name of the network, step, position in the global batch). It does not depend on
+processes, micro-batches or other networks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DiffusionDraws:
 
     Args:
         seed: Seed of the run.
-        name: Name of the network; those of different names are independent.
+        name: Name of the network; draws of different networks are independent.
         timesteps: T, number of noise levels.
         image_drop: Probability of dropping the image embedding; None if the network has none.
         text_drop: The same for the text.
@@ -62,11 +62,11 @@ class DiffusionDraws:
         self._stratified, self._lowres, self._device, self._logit_normal = stratified, lowres, device, logit_normal
 
     def fixed(self, positions: Sequence[int], total: int, shape: Sequence[int]) -> dict[str, Tensor]:
-        """Draws for validation, the same at every step: times stratified over all `total` pictures of the split, whose
-        numbers are the positions; no condition is dropped."""
+        """Draws for validation, the same at every step: times are stratified over all `total` pictures of the split, in
+        which the pictures have these positions; no condition is dropped."""
         draws = self(0, positions, total, shape, use="/valid")
-        kept_conditions = {name: torch.ones_like(draw) for name, draw in draws.items() if draw.dtype == torch.bool}
-        return {**draws, **kept_conditions}
+        keep_masks = {name: torch.ones_like(draw) for name, draw in draws.items() if draw.dtype == torch.bool}
+        return {**draws, **keep_masks}
 
     def __call__(
         self, step: int, positions: Sequence[int], batch_size: int, shape: Sequence[int], use: str = ""
@@ -118,6 +118,6 @@ class DiffusionDraws:
         return (times * self._timesteps).long().clamp_max(self._timesteps - 1)
 
     def quarters(self) -> Tensor:
-        """int64 levels (3,) at which the second, third and last quarter of the noise begin, which are of equal
-        probability in training."""
+        """int64 levels (3,) at which the second, third and last quarter of the noise levels begin; in training all
+        quarters have the same probability."""
         return self._to_levels(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))

@@ -1,5 +1,5 @@
-"""An update of two towers with a contrastive loss over the whole batch, however it is cut into micro-batches: Gao et
-al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache)."""
+"""Micro-batches with a contrastive loss over the whole batch: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch
+Size under Memory Limited Setup" (GradCache)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 
 class GradCache:
-    """The contrastive loss of a whole batch, for an update that goes through it in micro-batches. Collective.
+    """The contrastive loss of a whole batch, for an update in micro-batches. Collective.
 
-    With several micro-batches, all are first embedded without a graph, for the `result` and its gradients with respect
-    to the embeddings. Then each is embedded again: `surrogate_loss(out, caption_ids)` has the value of the loss
-    and a graph whose gradients are those of the cached embeddings, when the engine's `backward` sums instead of
-    averaging (items=1, total=1). So every micro-batch is compared with all negatives, in the memory that one
-    micro-batch needs.
+    With several micro-batches, all are first embedded without a graph, to compute `result`: the loss and its gradients
+    with respect to the embeddings. Then each is embedded again: `surrogate_loss(out, caption_ids)` has the value of the
+    loss, and its graph gives these gradients to the embeddings; the engine's `backward` has to sum it, not to average
+    (items=1, total=1). So every micro-batch is compared with all negatives, in the memory of one micro-batch.
 
     Args:
         engine: Engine of a model that returns ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
@@ -43,9 +42,8 @@ class GradCache:
     ) -> None:
         self._contrastive, self._is_root, self._rows = contrastive, processes.is_root, 0
         self._result: ContrastiveResult | None = None
-        # A single micro-batch needs no first pass. With `is_replicated` the first pass is made nevertheless: runs with
-        # another number of processes make it, and PyTorch may choose another kernel without a graph, which would change
-        # bits.
+        # A single micro-batch needs no first pass. With `is_replicated` it is made nevertheless, as by runs with
+        # another number of processes: PyTorch may choose another kernel without a graph, which would change bits.
         if engine.grad_accum_steps > 1 or contrastive.is_replicated:
             with torch.no_grad(), recomputation():
                 outputs = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
@@ -53,14 +51,14 @@ class GradCache:
 
     @property
     def result(self) -> ContrastiveResult:
-        """The loss of the batch and its gradients, known from the first call of `surrogate_loss` on."""
+        """The loss of the batch and its gradients, from the first call of `surrogate_loss` on."""
         assert self._result is not None
         return self._result
 
     def surrogate_loss(self, out: Any, caption_ids: Tensor) -> Tensor:
-        """The next micro-batch's embeddings -> the loss of the batch, 0-d, with its gradients with respect to these
-        rows. Gradients of temperature and bias are totals over the batch: only the root's first micro-batch has
-        them."""
+        """The model's output for the next micro-batch -> the loss of the batch, 0-d, with its gradients with respect to
+        these embeddings. The gradients of scale and bias are those of the whole batch: only the root's first
+        micro-batch gets them."""
         if self._result is None:
             self._result = self._compare([out], [caption_ids])
         result, rows = self._result, slice(self._rows, self._rows + len(out.audio))

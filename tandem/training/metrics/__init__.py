@@ -1,1 +1,2 @@
-"""Metrics: averages over batches and processes, quality of reconstructions, generated images and retrieval."""
+"""The metrics of validations and of evaluate.py: quality of reconstructions, generated images and retrieval;
+averages."""

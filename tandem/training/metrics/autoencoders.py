@@ -1,4 +1,4 @@
-"""The validation of models that turn images or videos into codes and back."""
+"""Validation of autoencoders of images and videos."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def evaluate_autoencoder(
     model: Any, samples: Iterable[Tensor], pixel_loss: Callable[[Tensor, Tensor], Tensor],
     quality: ReconstructionQuality | VideoQuality, all_reduce: AllReduce,
 ) -> dict[str, float | Image.Image]:  # fmt: skip
-    """Quality of a model's reconstructions over the validation split and all processes, and a picture of how often each
-    code was chosen. Collective.
+    """Quality of a model's reconstructions over the validation split and all processes, and a histogram of the codes.
+    Collective.
 
     Args:
         samples: The batches of this process, in [0, 1]: images (b, c, h, w) or videos (b, c, f, h, w).
         pixel_loss: Reconstructions and samples -> their mean error, 0-d.
-        quality: Measures them; its `losses` are ["recon_loss"], the mean error.
+        quality: Measures the reconstructions; its `losses` are ["recon_loss"], the `pixel_loss`.
     """
     was_training = model.training
     model.eval()  # the quantizer updates no statistics and calls no collective
@@ -41,6 +41,5 @@ def evaluate_autoencoder(
 
 
 def reconstructions(models: Mapping[str, Any], samples: Tensor) -> dict[str, Tensor]:
-    """The reconstructions of samples by each model, by its name: images (b, c, h, w) or videos (b, c, f, h, w) in [0,
-    1] -> the same shape."""
+    """Each model's reconstructions of images (b, c, h, w) or videos (b, c, f, h, w) in [0, 1], in the same shape."""
     return {name: model.decode(model.encode(samples)) for name, model in models.items()}

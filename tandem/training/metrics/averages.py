@@ -1,4 +1,4 @@
-"""Metrics as sums and counts, so that they pool exactly over batches and processes."""
+"""Means of metrics from sums and counts, which are exact over batches and processes of any size; counts of codes."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,8 +10,8 @@ from tandem.devices import fp64_device
 AllReduce = Callable[[Tensor], Tensor]
 
 
-def no_reduce(tensor: Tensor) -> Tensor:
-    """The all-reduce of a single process: returns its tensor unchanged."""
+def identity(tensor: Tensor) -> Tensor:
+    """The all-reduce, and the gather, of a single process: returns its tensor."""
     return tensor
 
 
@@ -20,8 +20,8 @@ class Averages:
 
     Args:
         names: Names of the values; the same on every process.
-        device: Device of the values. Their sums, float64, are on its `fp64_device`; if that is the device identity,
-            `add` does not wait for it.
+        device: Device of the values. Their sums, float64, are on its `fp64_device`. If that is the same device, `add`
+            does not wait for it.
     """
 
     def __init__(self, *names: str, device: torch.device | str = "cpu") -> None:
@@ -35,7 +35,7 @@ class Averages:
             row[0] += value.detach().to(row.device).sum(dtype=torch.float64)
             row[1] += value.numel()
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
+    def result(self, all_reduce: AllReduce = identity) -> dict[str, float]:
         """Means by name over all processes; NaN for a name without values. Collective: one all-reduce."""
         sums, counts = all_reduce(self._sums_and_counts.clone()).cpu().unbind(1)
         return dict(zip(self._rows, (sums / counts).tolist(), strict=True))
@@ -59,7 +59,7 @@ def count_codes(counts: Tensor, codes: Tensor) -> None:
     counts.index_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the device
 
 
-def counts_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = no_reduce) -> Tensor:
+def counts_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = identity) -> Tensor:
     """How often each code occurs in some micro-batches, over all processes: int64 (num_codes,), on the CPU. Collective:
     one all-reduce."""
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes[0].device)

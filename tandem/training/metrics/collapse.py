@@ -1,4 +1,4 @@
-"""Warns when a run has collapsed: when its embeddings or its reconstructions no longer differ."""
+"""Warns when a run has collapsed: when its embeddings, its reconstructions or its codes no longer differ."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _CHECKS = 5
 _NEAR, _AWAY = 0.01, 0.02  # relative distance from the collapsed loss
 _LEAST_VARIANCE, _RECOVERED_VARIANCE = 1e-3, 2e-3
 
-# Every run starts with one reconstruction of all samples. The sum of the learning rates tells whether it has had time
-# to learn more, because Adam changes a weight by at most about the learning rate per update.
+# Every run starts with almost equal reconstructions. They may differ only after a certain sum of the learning rates,
+# because Adam changes a weight by at most about the learning rate per update.
 _LEAST_UPDATES, _LEAST_SUM_OF_RATES = 150, 0.05
-_COLLAPSED_SHARE, _RECOVERED_SHARE = 0.01, 0.05  # share of the samples' variance that the reconstructions have
-_ALIKE_PSNR = 20.0  # dB: from here on, one reconstruction of all samples may be right, because they are alike
+_COLLAPSED_SHARE, _RECOVERED_SHARE = 0.01, 0.05  # variance of the reconstructions / variance of the samples
+_ALIKE_PSNR = 20.0  # dB: with a higher PSNR, equal reconstructions may be right, because the samples are alike
 _RISE = 1.0  # dB above the PSNR of the first validation
 _FALL, _RECOVERED_FALL = 6.0, 3.0  # dB below the highest PSNR; 6 dB are four times the squared error
-_FEW_CODES, _MANY_CODES = 0.05, 0.2  # share of the largest number of codes that a batch has used
-_DISCR_WINS, _DISCR_ERRS = 0.02, 0.2  # loss of the discriminator; if it cannot decide: 2 (hinge) or 1.4 (bce)
+_FEW_CODES, _MANY_CODES = 0.05, 0.2  # fractions of the largest number of codes that a batch has used
+_DISCR_WINS, _DISCR_ERRS = 0.02, 0.2  # losses of the discriminator; one that guesses has 2 (hinge) or 1.4 (bce)
 
 
 class CollapseAlarm:
-    """Watches the loss and the variance of the embeddings. It ignores the first `after_steps` updates, because
-    embeddings are nearly equal at the start of every run."""
+    """Checks the loss and the variance of the embeddings, after the first `after_steps` updates: at the start of every
+    run embeddings are nearly equal."""
 
     def __init__(self, after_steps: int) -> None:
         self._after_steps = after_steps
@@ -31,12 +31,12 @@ class CollapseAlarm:
         self._variances = {side: _Condition(1) for side in ("audio", "text")}
 
     def check(self, step: int, line: Mapping[str, float]) -> list[str]:
-        """Warnings, in one line each, when a collapse is first seen, and again only after the run had recovered.
+        """Warnings, in one line each, when a collapse begins; the next one only after the run had recovered.
 
         Args:
             step: Completed updates.
-            line: Metrics by name: `loss`, `collapsed_loss`, its value if all clips are equally near to all captions,
-                and `audio_variance` and `text_variance`, those of the batch's embeddings, 1 - |mean unit vector|^2.
+            line: Metrics by name (`contrastive.ContrastiveResult`): `loss`, `collapsed_loss`, `audio_variance` and
+                `text_variance`.
         """
         if step <= self._after_steps or "collapsed_loss" not in line:  # a line that has only a validation
             return []
@@ -61,12 +61,12 @@ class CollapseAlarm:
 
 
 class ReconstructionAlarm:
-    """Watches the lines of metrics of a script that turns samples into codes and back. It knows only the lines since
-    the start of the process, so after a resume it may repeat a warning once.
+    """Checks the lines of metrics of an autoencoder's training. It has only the lines since the start of the process,
+    so after a resume it may repeat a warning once.
 
     Args:
-        remedy: The advice, besides the flags of the discriminator, if reconstructions are alike or poor.
-        remedy_of_codes: The advice if only a few codes are in use.
+        remedy: The advice if reconstructions are alike or poor and there is no discriminator.
+        remedy_of_codes: The advice if only a few codes are used.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ReconstructionAlarm:
         self._few, self._discriminator = _Condition(2 * _CHECKS), _Condition(4 * _CHECKS)
 
     def check(self, step: int, line: Mapping[str, float]) -> list[str]:
-        """Warnings, in one line each, when a fault is first seen, and again only after the run had recovered from it.
+        """Warnings, in one line each, when a fault begins; the next one only after the run had recovered from it.
 
         Args:
             step: Completed updates.
@@ -95,11 +95,8 @@ class ReconstructionAlarm:
         self._sum_of_rates += updates * self._rate
         self._has_discriminator |= "discr_loss" in line
         has_had_time = self._updates >= _LEAST_UPDATES and self._sum_of_rates >= _LEAST_SUM_OF_RATES
-        warnings = [
-            *self._check_validation(line, has_had_time), *self._check_codes(line, has_had_time),
-            *self._check_discriminator(line, has_had_time),
-        ]  # fmt: skip
-        return [f"warning: {text}" for text in warnings]
+        checks = (self._check_validation, self._check_codes, self._check_discriminator)
+        return [f"warning: {text}" for check in checks for text in check(line, has_had_time)]
 
     def _check_validation(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         if "valid/psnr" not in line:
@@ -115,7 +112,7 @@ class ReconstructionAlarm:
                 f"all samples get almost the same reconstruction ({psnr:.1f} dB, {100 * variety:.2g}% of the samples' "
                 f"variance): the model has collapsed. Try {remedy}"
             )
-        # A low PSNR that rises is no collapse, neither is a high one that stays, as at the end of a long run.
+        # Neither a low PSNR that rises is a collapse, nor a high one that stays, as at the end of a long run.
         rises = psnr >= self._first_psnr + _RISE
         is_poor = not are_alike and ((explained <= 0 and samples_differ and not rises) or fall > _FALL)
         if self._poor.begins(is_poor, (explained > 0 or rises) and fall < _RECOVERED_FALL, has_had_time):

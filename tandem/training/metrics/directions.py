@@ -9,7 +9,7 @@ COSTS = (
     *TIMES, "gflop_per_sample", "tflops_per_second", "mfu", "data_seconds", "communication_seconds", "save_seconds",
     "peak_host_memory_gb", "peak_device_memory_gb", "peak_device_memory_reserved_gb",
 )  # fmt: skip
-"""The metrics that differ between two runs with the same numbers."""
+"""The metrics that differ between two runs whose losses are the same."""
 
 FAULTS = ("skipped_updates", "bad_samples")
 """Metrics that count faults since the beginning of the run."""
@@ -19,7 +19,7 @@ _HIGHER_IS_BETTER = re.compile(
     r"psnr\w*|ssim\w*|r[0-9]+|recall\w*|map10|top[0-9]+|accuracy|explained_variance|inception_score|clip_\w+"
 )
 _LOWER_IS_BETTER = re.compile(r"(\w+_)?(loss|error|nll|m[as]e|lpips|l1|l2)|r?fid|r?fvd|kid|median_rank")
-# A discriminator's loss falls where the generator fails.
+# A discriminator's loss falls if the generator fails.
 _NEITHER = re.compile(r"(discr|gan|lecam)_loss")
 
 

@@ -1,4 +1,4 @@
-"""Embeddings outside of training, computed in parts so that they need no more memory than training."""
+"""Embeddings of sounds and texts for validation and evaluate.py, in chunks that need no more memory than training."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tandem.devices import to_device
 if TYPE_CHECKING:
     from tandem.data.tokenizers import Tokenizer
 
-_TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this, because every new shape is compiled anew
+_WIDTH_MULTIPLE = 8  # of a batch's columns of tokens, because every new shape is compiled anew
 _TEXTS_AT_A_TIME = 256
 
 
 def width_of(lengths: Sequence[int]) -> int:
-    """How many tokens of each text are computed, for texts of these lengths."""
-    return math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
+    """Columns of tokens that a batch of texts of these lengths needs, rounded up to a multiple of 8."""
+    return math.ceil(max(lengths) / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
 def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-    """A model's inputs: tokens (b, t') without columns that are padding in every text, and lengths (b,)."""
+    """The arguments of `encode_text`: tokens (b, t') cut to `width_of` columns, and lengths (b,)."""
     return {"tokens": tokens[:, : width_of(lengths)], "lengths": to_device(torch.tensor(lengths), tokens.device)}
 
 

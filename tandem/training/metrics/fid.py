@@ -1,9 +1,9 @@
 """Fréchet inception distance (Heusel et al. 2017), from sums that pool exactly over batches and processes.
 
-torchmetrics has the same sums, and the same distance to 1e-10. It takes the eigenvalues of a matrix that is not
-symmetric, which costs 1.1 to 1.3 times the processor time for 2048 numbers and may come out negative (-2e-4 of 100
-images and themselves). Its import takes 3.1 s and 263 MiB of each process, and an adapter to our processes would be as
-long as this file.
+torchmetrics has the same sums, and the same distance to 1e-10. It computes the eigenvalues of a matrix that is not
+symmetric: 1.1 to 1.3 times the processor time for 2048 features, and negative distances (-2e-4 between 100 images and
+themselves). Its import takes 3.1 s and 263 MiB of each process, and an adapter to our processes would be as long as
+this file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tandem.devices import double, fp64_device, full_precision
 from tandem.io.installed import how_to_install
-from tandem.io.published import INCEPTION, weights_of
+from tandem.io.published import INCEPTION, load_published_weights
 
-from .averages import AllReduce, no_reduce
+from .averages import AllReduce, identity
 
 INCEPTION_DIM = 2048
 
@@ -50,7 +50,7 @@ class FrechetStatistics:
         x = torch.cat([x.new_ones(len(x), 1), x], dim=1)
         self._moments.addmm_(x.T, x)
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> Gaussian:
+    def result(self, all_reduce: AllReduce = identity) -> Gaussian:
         """Mean and unbiased covariance over all processes. Collective: one all-reduce.
 
         Raises:
@@ -67,8 +67,8 @@ class FrechetStatistics:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of the covariances A and B (Dowson & Landau 1982).
 
-    The outer root is that of a symmetric matrix, so it is real even if the covariances of fewer than d vectors are
-    singular. For d = 2048: about a second on a GPU, up to a minute on a small CPU.
+    The outer root is of a symmetric matrix, so it is real even if the covariances, of fewer than d vectors, are
+    singular. For d = 2048 it takes about a second on a GPU, up to a minute on a small CPU.
     """
     values, vectors = torch.linalg.eigh(a.covariance)
     root_of_a = (vectors * values.clamp_min(0).sqrt()) @ vectors.T  # rounding makes zeros slightly negative
@@ -82,7 +82,7 @@ class ReconstructionFID:
     """rFID: the Fréchet inception distance between reconstructions and the original images.
 
     Args:
-        features: Images (b, 3, h, w) in [0, 1] to vectors (b, dim), such as `Inception`.
+        features: Images (b, 3, h, w) in [0, 1] -> vectors (b, dim), such as `Inception`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ReconstructionFID:
         self._real.add(self._features(images))
         self._fake.add(self._features(reconstructions))
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> float:
+    def result(self, all_reduce: AllReduce = identity) -> float:
         """The distance over all processes. Collective."""
         return frechet_distance(self._real.result(all_reduce), self._fake.result(all_reduce))
 
@@ -105,8 +105,9 @@ class ReconstructionFID:
 class Inception:
     """The network of the original FID, in fp32, under autocast too.
 
-    Images are rounded to 8 bits and resized as TensorFlow 1 did, so that values are comparable with published ones. The
-    weights by name are those of pt_inception-2015-12-05-6726825d.pth, which torch-fidelity and pytorch-fid publish.
+    Images are rounded to 8 bits and resized as TensorFlow 1 did, so that values are comparable with published ones.
+    `weights`: the tensors by name of pt_inception-2015-12-05-6726825d.pth, which torch-fidelity and pytorch-fid
+    publish.
 
     Raises:
         ValueError: one line, if torch-fidelity is not installed or the weights are those of another network.
@@ -119,11 +120,11 @@ class Inception:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
             raise ValueError(f"FID needs torch-fidelity: {how_to_install('fid')} ({error})") from None
-        except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
+        except RuntimeError as error:  # of a torchvision that was built for another PyTorch
             reason = " ".join(str(error).split())[:200]
             hint = "torchvision and PyTorch may not belong together: pip install --upgrade torch torchvision"
             raise ValueError(f"FID: torch-fidelity cannot be imported ({reason}); {hint}") from None
-        # torch-fidelity unpickles a file, which can run code: give it one that is made here and holds only tensors.
+        # torch-fidelity unpickles a file, which can run code: pass a file that is made here and holds only tensors.
         file = io.BytesIO()
         torch.save(dict(weights), file)
         file.seek(0)
@@ -150,4 +151,4 @@ class Inception:
 def load_inception(weights: str | None, device: torch.device, heartbeat: Callable[[], None]) -> Inception | None:
     """The network with the weights of --fid_weights, a file or "published"; None without any. `heartbeat` is called
     while they are fetched. Raises ValueError, in one line."""
-    return Inception(weights_of(INCEPTION, weights, heartbeat), device) if weights else None
+    return Inception(load_published_weights(INCEPTION, weights, heartbeat), device) if weights else None

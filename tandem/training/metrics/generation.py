@@ -1,4 +1,4 @@
-"""Quality of generated images beside real ones, from sums and features that pool exactly over batches and processes."""
+"""Quality of generated images: FID, KID, inception score, LPIPS and cosines, over all batches and processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .averages import AllReduce, Averages, no_reduce
+from .averages import AllReduce, Averages, identity
 from .fid import FrechetStatistics, Gaussian, frechet_distance
 
 if TYPE_CHECKING:
@@ -19,42 +19,39 @@ Gather = Callable[[Tensor], Tensor]
 Pairs = tuple[Tensor, Tensor]
 
 _SUBSETS, _SUBSET_SIZE = 100, 1000  # of KID, as published
-_AT_A_TIME = 4096  # vectors that are float64 at a time
+_CHUNK_SIZE = 4096  # features that are converted to float64 at a time
 
-# Measures by the network that they need, and the flag that names the network's weights.
-_NEEDS = {
+# By network: the metrics that need it, and the flag that names its weights.
+_METRICS_BY_NETWORK = {
     "inception": ("FID, KID and inception score", "--fid_weights"),
     "lpips": ("LPIPS", "--lpips_weights"),
     "clip": ("CLIP score", "--clip"),
 }
 
 
-def no_gather(tensor: Tensor) -> Tensor:
-    """The gather of a single process: returns its tensor unchanged."""
-    return tensor
-
-
 def missing_metrics_text(networks: Mapping[str, object | None]) -> str | None:
-    """One line that names the measures without a network; None if all have theirs.
+    """One line that names the metrics whose network is missing; None if there are none.
 
     Args:
         networks: "inception", "lpips" and "clip", or some of them, by name; None or absent if there are no weights.
     """
-    missing = [f"{measures} ({flag})" for name, (measures, flag) in _NEEDS.items() if networks.get(name) is None]
+    needs = _METRICS_BY_NETWORK.items()
+    missing = [f"{metrics} ({flag})" for name, (metrics, flag) in needs if networks.get(name) is None]
     return f"not measured without the weights that they need: {', '.join(missing)}" if missing else None
 
 
 class Distributions:
-    """Distances between real and generated images by a network's features, which every process holds of all images in
-    the end, fp32: 16 KB for a pair of images with Inception's 2048 numbers each. KID and inception score are those of
-    torch-fidelity, as published values are.
+    """Distances between the features of real and of generated images. In the end every process holds the features of
+    all images, in fp32: 16 KB for a pair of images with Inception's 2048 features each. KID and inception score are
+    computed by torch-fidelity, as published values are.
 
     - `fid`: see `frechet_distance`.
     - `kid` (Binkowski et al. 2018) and `kid_std`: mean and standard deviation over 100 pairs of random subsets, of 1000
       images each; of fewer images, all are compared once, and there is no `kid_std`. Unlike FID, it is not biased for
       few images.
-    - `inception_score` of the generated images (Salimans et al. 2016), over all of them at once. Values that are
-      published as a mean over ten parts of the images are a little lower.
+    - `inception_score` of the generated images (Salimans et al. 2016), over all of them at once. The mean over ten
+    parts
+      of the images, which is often published, is a little lower.
     """
 
     def __init__(self, network: Inception, device: torch.device | str = "cpu") -> None:
@@ -69,7 +66,7 @@ class Distributions:
         self._features.append(torch.cat([self._network(real), self._network(generated)], dim=1).to(features))
         self._positions.append(torch.as_tensor(positions).to(numbers))
 
-    def result(self, gather: Gather = no_gather) -> dict[str, float]:
+    def result(self, gather: Gather = identity) -> dict[str, float]:
         """Values by name. Collective: the features are gathered once.
 
         Raises:
@@ -95,14 +92,14 @@ class Distributions:
 
 def _gaussian(features: Tensor) -> Gaussian:
     statistics = FrechetStatistics(features.shape[1], features.device)
-    for chunk in features.split(_AT_A_TIME):
+    for chunk in features.split(_CHUNK_SIZE):
         statistics.add(chunk)
     return statistics.result()
 
 
 class GenerationQuality:
-    """Measures of generated images beside the real images of the same conditions, over all processes; each only if its
-    network is given.
+    """Metrics of generated images beside the real images of the same conditions, over all processes; each only with its
+    network.
 
     - `fid`, `kid`, `kid_std`, `inception_score`: see `Distributions`.
     - `lpips`: mean perceptual distance of a generated image from the real one of its condition.
@@ -146,7 +143,7 @@ class GenerationQuality:
             self._averages.add(**{name: functional.cosine_similarity(first.float(), second.float())})
 
     @torch.no_grad()
-    def result(self, all_reduce: AllReduce = no_reduce, gather: Gather = no_gather) -> dict[str, float]:
+    def result(self, all_reduce: AllReduce = identity, gather: Gather = identity) -> dict[str, float]:
         """Values by name over all processes, some of which may have added nothing. Collective.
 
         Args:

@@ -1,8 +1,8 @@
 """Quality of reconstructed images, and use of the codes, on a validation split.
 
-PSNR and SSIM are not torchmetrics', because every run reports them: importing torchmetrics takes 3.1 s of processor
-time and 263 MiB of each process beside PyTorch, and its measures are reduced through torch.distributed, which Horovod
-does not use.
+PSNR and SSIM are not those of torchmetrics, because every run reports them: importing torchmetrics takes 3.1 s of
+processor time and 263 MiB of each process beside PyTorch, and it reduces through torch.distributed, which Horovod does
+not use.
 """
 
 import math
@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from tandem.devices import double, fp64_device
 
-from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
+from .averages import AllReduce, Averages, code_statistics, count_codes, identity
 from .fid import ReconstructionFID
 
-_CELLS, _MAX_CHANNELS = 4, 4  # of Variety: parts in each direction, and channels
-_EQUAL = 1e-12  # variance of images that differ by rounding alone
+_CELLS, _MAX_CHANNELS = 4, 4  # of `Variety`: cells in each direction, and channels
+_ROUNDING_VARIANCE = 1e-12  # images with a smaller variance differ by rounding alone
 
 
 def psnr(images: Tensor, reconstructions: Tensor) -> Tensor:
@@ -63,13 +63,13 @@ def _gaussian_mean(images: Tensor) -> Tensor:
 
 
 class Variety:
-    """How much of the differences between images their reconstructions keep; over all processes.
+    """How much of the variance of images their reconstructions have; over all processes.
 
-    - `variance_kept`: variance of the reconstructions / variance of the images. 0: all images get one reconstruction.
-    - `explained_variance`: 1 - mean squared error / variance of the images. 1: nothing is lost. 0: no better than the
-      mean image in place of every reconstruction, which is the best that one reconstruction of all images can be.
+    - `variance_kept`: variance of the reconstructions / variance of the images. 0: all reconstructions are equal.
+    - `explained_variance`: 1 - mean squared error / variance of the images. 1: reconstructions are perfect. 0: they are
+      no better than the mean of all images, the best that equal reconstructions can be.
 
-    An image is compared by the means of its 4 x 4 parts: a model keeps these first, and fine noise does not count. Both
+    Images are compared by the means of their 4 x 4 cells, which a model learns first: fine noise does not count. Both
     are NaN if all images are equal.
     """
 
@@ -83,18 +83,18 @@ class Variety:
         squares = [z.square().sum() for z in (x, y, x - y)]
         self._sums += torch.cat([torch.stack([squares[0].new_full((), len(x)), *squares]), x.sum(0), y.sum(0)])
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
+    def result(self, all_reduce: AllReduce = identity) -> dict[str, float]:
         """Values by name. Collective: one all-reduce."""
         totals = all_reduce(self._sums.clone()).cpu()
         means = totals[1:] / totals[0]
         error, squared_means = means[2], means[3:].view(2, -1).square().sum(1)
         images, reconstructions = (means[:2] - squared_means).clamp_min(0)
-        images = torch.where(images > _EQUAL, images, math.nan)
+        images = torch.where(images > _ROUNDING_VARIANCE, images, math.nan)
         return {"variance_kept": (reconstructions / images).item(), "explained_variance": (1 - error / images).item()}
 
     @staticmethod
     def _cell_means(images: Tensor) -> Tensor:
-        """(b, c, h, w) -> the means of the parts, float64 (b, 64): zeros for missing channels."""
+        """(b, c, h, w) -> the means of the cells, float64 (b, 64): zeros for missing channels."""
         means = functional.adaptive_avg_pool2d(double(images).clamp(0, 1), _CELLS).flatten(1)
         return functional.pad(means, (0, _MAX_CHANNELS * _CELLS**2 - means.shape[1]))
 
@@ -135,13 +135,10 @@ class ReconstructionQuality:
         self._variety.add(images, reconstructions)
         count_codes(self._counts, codes)
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
+    def result(self, all_reduce: AllReduce = identity) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
         counts = all_reduce(self._counts.clone()).cpu()
-        values = {
-            **self._averages.result(all_reduce), **self._variety.result(all_reduce),
-            **(code_statistics(counts) if len(counts) else {}),
-        }  # fmt: skip
+        values = {**self._averages.result(all_reduce), **self._variety.result(all_reduce), **code_statistics(counts)}
         if self._fid:
             values["rfid"] = self._fid.result(all_reduce)
         return values, counts

@@ -7,11 +7,11 @@ https://dcase.community/challenge2024/task-language-based-audio-retrieval):
 - audio to text: every clip is a query, the distinct captions are the candidates. Recall and median rank use the best
   of a clip's captions, mAP@10 uses all of them.
 
-In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, is a
-single candidate, and is a query once for each of them.
+In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, it is
+a single candidate, and it is a query once for each of them.
 
-torchmetrics' measures of retrieval take the scores of all pairs at once and break ties by an unstable sort. Here scores
-are computed in parts, and ties count against the query.
+The retrieval metrics of torchmetrics take the scores of all pairs at once and break ties by an unstable sort. Here
+scores are computed in chunks, and ties count against the query.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCORES_AT_A_TIME = 1 << 22  # 32 MiB in float64
 
 
 class Pairs(NamedTuple):
-    """Which candidates are right for which queries: int64 (p,) both, sorted by query, without repetition."""
+    """Each query with each of its right candidates: indices, int64 (p,) both, sorted by query, without repetition."""
 
     queries: Tensor
     candidates: Tensor
@@ -92,19 +92,19 @@ class RetrievalQuality:
         - `chance_r1`: the mean of r1 for a random order: mean of n / number of candidates.
 
         `r10` alone is the mean of both directions. Ties and NaNs count against the query, so that a model which gives
-        everything the same embedding finds nothing. All values are NaN if there are no queries.
+        everything the same embedding has a recall of 0. All values are NaN if there are no queries.
         """
         corpus = self._gather_corpus(processes)
         if corpus is None:
             empty = torch.empty(0, 3, dtype=torch.float64)
             text_to_audio = audio_to_text = _summarize(empty, [])
         else:
-            audio, text, pairs = corpus
-            by_text, by_clip = _sort_pairs(pairs.candidates, pairs.queries), pairs
-            use_counts = torch.bincount(by_text.queries, minlength=len(text)).tolist()
-            text_to_audio = _summarize(_rank_all(text, audio, by_text, processes, heartbeat), use_counts)
-            has_caption = torch.bincount(by_clip.queries, minlength=len(audio)).clamp_max(1).tolist()
-            audio_to_text = _summarize(_rank_all(audio, text, by_clip, processes, heartbeat), has_caption)
+            audio, text, clip_pairs = corpus
+            text_pairs = _sort_pairs(clip_pairs.candidates, clip_pairs.queries)
+            use_counts = torch.bincount(text_pairs.queries, minlength=len(text)).tolist()
+            text_to_audio = _summarize(_rank_all(text, audio, text_pairs, processes, heartbeat), use_counts)
+            has_caption = torch.bincount(clip_pairs.queries, minlength=len(audio)).clamp_max(1).tolist()
+            audio_to_text = _summarize(_rank_all(audio, text, clip_pairs, processes, heartbeat), has_caption)
         return {
             **{f"text_to_audio/{name}": value for name, value in text_to_audio.items()},
             **{f"audio_to_text/{name}": value for name, value in audio_to_text.items()},
@@ -124,8 +124,8 @@ class RetrievalQuality:
         indices = {caption: index for index, caption in enumerate(sorted(set(all_captions)))}
         rows = torch.tensor([indices[caption] for caption in all_captions], device=self._device)
         clips = [clip for clip, texts in enumerate(captions) for _ in texts]
-        # The embedding of a text may differ in its last bits between batches: take the mean over all of them, which
-        # does not depend on their order.
+        # The embeddings of equal captions may differ in their last bits: take their mean, which does not depend on
+        # their order.
         sums = torch.zeros(len(indices), dim, dtype=torch.float64, device=self._device)
         sums.index_add_(0, rows, text.double())
         return _unit_vectors(audio), _unit_vectors(sums), _sort_pairs(torch.tensor(clips, device=self._device), rows)
@@ -136,8 +136,8 @@ class RetrievalQuality:
         return sorted(set().union(*processes.gather_objects(own_labels)))
 
     def zero_shot(self, processes: ProcessGroup, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
-        """`zero_shot/top1`, the share of labelled clips that are nearest to their class, and `zero_shot/chance_top1`,
-        one over the number of classes. Collective.
+        """`zero_shot/top1`, the fraction of labelled clips that are nearest to their class, and
+        `zero_shot/chance_top1`, 1 / number of classes. Collective.
 
         Args:
             class_names: The same on every process, at least one, every label among them; `classes` returns them.
@@ -151,7 +151,7 @@ class RetrievalQuality:
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """Every template with every class's name in the place of {}: all of the first class, then of the second, ..."""
+    """Every template with the name of every class in the place of {}: all of the first class, of the second, ..."""
     return [template.replace("{}", name) for name in class_names for template in templates]
 
 

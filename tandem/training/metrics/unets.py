@@ -1,4 +1,4 @@
-"""Errors of the Unets of a cascade over a split."""
+"""Validation errors of the Unets of a cascade, by noise level."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tandem.devices import double, fp64_device
 
-from .averages import AllReduce, no_reduce
+from .averages import AllReduce, identity
 
 
 class UnetErrors:
-    """Mean errors of Unets over all processes, in all and by quarter of the noise, from q0, the least noise, to q3.
+    """Mean errors of Unets over all processes: overall, and by quarter of the noise levels, from q0, the least noise,
+    to q3.
 
     Args:
         edges: Number of a Unet -> int64 levels (3,), the first of q1, q2 and q3.
@@ -31,7 +32,7 @@ class UnetErrors:
         unet_sums = self._sums_and_counts[list(self._edges).index(number)]
         unet_sums += is_in_quarter @ torch.stack([double(errors.detach()), double(torch.ones_like(errors))], 1)
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
+    def result(self, all_reduce: AllReduce = identity) -> dict[str, float]:
         """`unet1/error`, `unet1/q0` to `unet1/q3`, ..., and `loss`, the sum of the errors; NaN for a quarter without
         pictures. Collective: one all-reduce."""
         sums, counts = all_reduce(self._sums_and_counts.clone()).cpu().unbind(2)

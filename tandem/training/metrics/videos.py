@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .averages import AllReduce, Averages, no_reduce
+from .averages import AllReduce, Averages, identity
 from .fid import ReconstructionFID
 from .reconstruction import ReconstructionQuality, psnr
 
@@ -19,8 +19,8 @@ def dpsnr(videos: Tensor, reconstructions: Tensor) -> Tensor:
     -10 log10(mean squared error of the differences), after clamping values to [0, 1]; at most 100 dB. Unlike FVD it
     depends on motion alone: an error that is the same in every frame does not count.
     """
-    change = _error(videos, reconstructions).diff(dim=2)
-    return -10 * change.square().flatten(1).mean(1).clamp_min(1e-10).log10()
+    motion_error = _error(videos, reconstructions).diff(dim=2)
+    return -10 * motion_error.square().flatten(1).mean(1).clamp_min(1e-10).log10()
 
 
 def flicker(videos: Tensor, reconstructions: Tensor) -> Tensor:
@@ -42,15 +42,15 @@ def _error(videos: Tensor, reconstructions: Tensor) -> Tensor:
 class VideoQuality:
     """Measures of reconstructed videos and use of the codes, over all processes.
 
-    - what `ReconstructionQuality` measures of images: means over all frames of the values of single frames. (PSNR of a
-      whole clip, from an error that is pooled over its frames, is lower.)
+    - the metrics of `ReconstructionQuality`, means over single frames. (The PSNR of a whole clip, from the mean squared
+      error over its frames, is lower.)
     - `psnr_first`, `psnr_rest`: PSNR of first frames and of all others.
     - `dpsnr`, `flicker`: means over the clips; see the functions of these names.
     - `rfvd`: Fréchet distance of I3D's logits (Unterthiner et al. 2018).
 
     Args:
         num_codes: Size of the codebook.
-        num_frames: Frames of a clip: with 1, there are none of `psnr_first`, `psnr_rest`, `dpsnr` and `flicker`.
+        num_frames: Frames of a clip; with 1, there is no `psnr_first`, `psnr_rest`, `dpsnr` and `flicker`.
         losses: Names of further values to average.
         lpips: Reconstructions and images (b, c, h, w) in [0, 1] -> their mean distance, 0-d.
         i3d: Videos (b, 3, f, h, w) in [0, 1] -> feature vectors (b, 400), for rFVD.
@@ -84,7 +84,7 @@ class VideoQuality:
         if self._fvd:
             self._fvd.add(videos, reconstructions)
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
+    def result(self, all_reduce: AllReduce = identity) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
         values, counts = self._frames.result(all_reduce)
         if self._motion:

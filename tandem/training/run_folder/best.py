@@ -1,4 +1,4 @@
-"""The best model of a run so far, complete on the disk at any moment."""
+"""best/ of a run folder: the model of the best validation so far, complete on the disk at any moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from tandem.io.reading import error_text, read_json_or_empty
 from tandem.io.writing import delete, free_name, sync
 
-FACTS = "best.json"
+_RECORD_FILE = "best.json"
 _UNFINISHED = ".best.unfinished"
 
 
@@ -24,7 +24,7 @@ class BestModel:
     object is a part of the checkpoint.
 
     A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
-    next start renames the old model back. Files that cannot be deleted stay, and models are written nevertheless.
+    next start renames the old model back. Models are written even if older files cannot be deleted.
 
     Args:
         metric: Name of the value.
@@ -39,21 +39,21 @@ class BestModel:
         broadcast: Callable[[Any], Any] = lambda value: value,
     ) -> None:  # fmt: skip
         self.path = Path(folder) / "best"
-        #: Value of the model in `path`, its loss and its step; None before the first, and a loss that is not known.
+        #: Value, loss and step of the model in `path`; None before the first model, and for an unknown loss.
         self.value: float | None = None
         self.loss: float | None = None
         self.step: int | None = None
-        #: One line: why the last model could not be written, that the checkpoint's best model is gone, or that
-        #: something cannot be deleted. Or None. The same on every process.
+        #: One line on why the last model could not be written, on a best model that is gone, or on what cannot be
+        #: deleted; or None. The same on every process.
         self.failure: str | None = None
         self._undeleted: dict[str, str] = {}  # a line on each path that cannot be deleted, by name
         self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
         self._loss_metric = loss
-        #: The model of before, complete as long as it has this name.
+        #: The former model during the replacement.
         self._old_path = self.path.with_name(".best.unwanted")
         if is_root:
             try:
-                self._tidy()
+                self._clean_up()
                 self.failure = "; ".join(self._undeleted.values()) or None
             except OSError as error:
                 self.failure = _reason(self.path, error)
@@ -67,7 +67,7 @@ class BestModel:
             return loss is not None and self.loss is not None and loss < self.loss
         return value < self.value if self._lowest else value > self.value
 
-    def measured(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
+    def select_values(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
         """Value and loss among the values of a validation, by name; None for a missing value, and for a loss that is
         not finite, which JSON does not have."""
         loss = values.get(self._loss_metric or "")
@@ -77,52 +77,52 @@ class BestModel:
         self, values: Mapping[str, float], step: int, write: Callable[[Path], None],
         check: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
-        """Keep a model if it is better than the best so far; returns whether it is now in `path`. Collective.
+        """Write a model if it is better than the best so far; returns whether it is now in `path`. Collective.
 
-        If the disk fails, `failure` says why, and the best model stays as it was.
+        If it cannot be written, `failure` is the reason, and the best model stays as it was.
 
         Args:
-            values: Of a validation, by name, the same on every process.
+            values: The values of a validation by name, the same on every process.
             step: Completed updates.
             write: Writes the model's files into a folder; called on the root alone.
             check: Raises OSError if nothing may be written now; called on the root alone.
         """
         self.failure = None
-        value, loss = self.measured(values)
+        value, loss = self.select_values(values)
         assert value is not None, self.metric
         if not self.is_better(value, loss):
             return False
         failure, is_written = None, False
         if self._is_root:
             reported_names = set(self._undeleted)
-            facts = {"step": step, "metric": self.metric, "value": value, "loss": loss}
+            record = {"step": step, "metric": self.metric, "value": value, "loss": loss}
             try:
                 check()
-                self._replace(facts, write)
+                self._replace(record, write)
             except OSError as error:
                 failure = _reason(self.path, error)
                 with contextlib.suppress(OSError):  # the next call, or the next start, tries again
                     check()
-                    self._tidy()
+                    self._clean_up()
             lines = [line for name, line in self._undeleted.items() if name not in reported_names]
             failure = failure or "; ".join(lines) or None
-            is_written = self._facts() == facts  # the model may be in place although a later operation failed
+            is_written = self._read_record() == record  # perhaps also after an error
         self.failure, is_written = self._broadcast((failure, is_written))
         if is_written:
             self.value, self.loss, self.step = value, loss, step
         return bool(is_written)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"value", "loss", "step"}, all None before the first."""
+        """{"value", "loss", "step"} of the best model; None before the first."""
         return {"value": self.value, "loss": self.loss, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore value and step. If the best model is gone, forget them, so that the next model becomes the best, and
-        say so in `failure`. Collective.
+        """Restore value, loss and step. If the best model is gone, they stay None, so that the next model becomes the
+        best, and `failure` reports it. Collective.
 
-        A model of a later step than the checkpoint's stays in `path`, because repeating the updates produces it again.
+        A model of a later step than the checkpoint's stays in `path`: the repeated updates will give the same model.
         """
-        if self._broadcast(self._is_root and bool(self._facts())) or state["value"] is None:
+        if self._broadcast(self._is_root and bool(self._read_record())) or state["value"] is None:
             self.value, self.loss, self.step = state["value"], state.get("loss"), state["step"]
         else:
             self.failure = (
@@ -130,34 +130,36 @@ class BestModel:
                 "is gone: the model of the next validation takes its place"
             )
 
-    def catch_up(self, step: int, evaluated: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Take over the model in `path` if it is better than the checkpoint's and not later than `step`. Collective.
+    def catch_up(self, step: int, validation: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Adopt the record in `path` if it is better than the checkpoint's and not of a later step than `step`.
+        Collective.
 
-        A run saves before it validates, so `best/` may know of a later validation than the checkpoint.
+        A run saves before it validates, so `best/` may be of a later validation than the checkpoint.
 
         Args:
-            evaluated: The values of `step`, if its validation was made before the run ended. If `path` holds a later
-                model, its update is made again, and only a model that is better than these values may replace it.
+            validation: The values of the validation at `step`, if it was made by an earlier start: a later model must
+            be
+                better than these to become the best.
         """
-        value, loss = self.measured(evaluated)
+        value, loss = self.select_values(validation)
         if value is not None and self.is_better(value, loss):
             self.value, self.loss, self.step = value, loss, step
-        facts = self._broadcast(self._facts() if self._is_root else {})
-        value, loss, best_step = (facts.get(name) for name in ("value", "loss", "step"))
-        if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(best_step, int)):
-            return
-        if best_step <= step and self.is_better(value, loss if isinstance(loss, float) else None):
-            self.value, self.loss, self.step = value, loss if isinstance(loss, float) else None, best_step
+        record = self._broadcast(self._read_record() if self._is_root else {})
+        value, loss, best_step = (record.get(name) for name in ("value", "loss", "step"))
+        loss = loss if isinstance(loss, float) else None
+        is_valid = record.get("metric") == self.metric and isinstance(value, float) and isinstance(best_step, int)
+        if is_valid and best_step <= step and self.is_better(value, loss):
+            self.value, self.loss, self.step = value, loss, best_step
 
-    def _facts(self) -> dict[str, Any]:
-        return read_json_or_empty(self.path / FACTS)
+    def _read_record(self) -> dict[str, Any]:
+        return read_json_or_empty(self.path / _RECORD_FILE)
 
-    def _replace(self, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
-        self._tidy()
+    def _replace(self, record: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+        self._clean_up()
         new_path = self._free_path()
         new_path.mkdir()
         write(new_path)
-        (new_path / FACTS).write_text(json.dumps(facts) + "\n")
+        (new_path / _RECORD_FILE).write_text(json.dumps(record) + "\n")
         for path in [*new_path.rglob("*"), new_path]:
             sync(path)
         if self.path.exists():
@@ -165,10 +167,10 @@ class BestModel:
         os.rename(new_path, self.path)
         sync(self.path.parent)
         with contextlib.suppress(OSError):  # the model is in place
-            self._tidy()
+            self._clean_up()
 
-    def _tidy(self) -> None:
-        """Undo an unfinished replacement, and delete the leftovers of others."""
+    def _clean_up(self) -> None:
+        """Undo an unfinished replacement, and delete what killed replacements left."""
         if self._old_path.exists():
             is_needed = not self.path.exists()
             os.rename(self._old_path, self.path if is_needed else self._free_path())

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, whether it can be written, and whether it fits the present arguments."""
+"""The folder of a run: its files, its lock, and whether the arguments fit the run that is resumed there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.fields import identity
 from tandem.io.reading import error_text, read_json_or_empty, read_yaml
+from tandem.io.renamed import rename_settings
 from tandem.io.writing import acquire_lock, move_aside, other_holder, write_atomically
 from tandem.training.checkpoint.listing import latest_checkpoint, unseen_folder_message
 
@@ -21,24 +22,22 @@ from .starts import add_start, script_of, starts
 if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
 
-# Data order, split and noise depend on the seeds: with others, a resumed run would not continue the old run, and would
-# be measured on samples that it was trained on.
+# Data order, split and noise depend on the seeds: with others, a resumed run would not continue the old one, and would
+# be validated on samples that it was trained on.
 _SEED_FLAGS = ("seed", "split_seed")
 
-# Files that --fresh must not leave in place, and keys that the config.yaml of every run has.
+# Files of a run that --fresh moves away, and keys that the config.yaml of every run has.
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
 _RUN_CONFIG_KEYS = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
 
 
 class RunFolder:
-    """The folder `output_dir` and its files.
-
-    The root reads and writes, in an agreement of all processes if that may fail.
+    """The folder `output_dir` and its files, which the root reads and writes.
 
     Args:
         fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over. Without effect if a
-            torchrun that started these processes has started the run in the folder before: torchrun also starts its
-            processes again when a machine joins, which it does not count.
+            torchrun that started these processes has already started the run in the folder: torchrun also restarts its
+            processes when a machine joins, which it does not count as a restart.
 
     Raises:
         ValueError: one line, if the folder cannot be created or written, or another process uses it.
@@ -51,30 +50,29 @@ class RunFolder:
         #: Created at the end of the run.
         self.model_dir = self.path / "model"
         self._lock_file = self.path / ".lock"
-        self._processes, self._torchruns = processes, processes.torchruns()
-        #: New path of the run that `fresh` moved, or None.
+        self._processes, self._torchruns = processes, processes.torchrun_ids()
+        #: New path of the run that `fresh` has moved, or None.
         self.moved_to: str | None
-        #: Update whose weights model/ holds, None if it is not complete.
+        #: The number of updates of the model in model/; None if model/ is not complete.
         self.finished_step: int | None
         folder_state = None
-        with processes.raise_on_all_ranks():  # in which the root may wait for a lock
+        with processes.raise_on_all_ranks():  # the root may wait for a lock
             if processes.is_root:
                 with self._one_line_errors():
                     folder_state = self._open(fresh)
         self.moved_to, self.finished_step = processes.broadcast_object(folder_state)
-        #: Whether this process sees the folder of the root, from which each process resumes.
-        self.is_seen = os.path.exists(self._lock_file)  # False on any error, even if only this process has it
+        #: Whether this process can read the root's folder, from which each process resumes.
+        self.is_seen = os.path.exists(self._lock_file)
 
     def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
-        """Write the picture of a step, or a film of it, on the root; `name` distinguishes several models. Raises
-        OSError if it cannot be written."""
+        """Write a picture or film of a step, on the root; `name` distinguishes several models. Raises OSError."""
         self.check_is_here()
         self.samples_dir.mkdir(exist_ok=True)
         file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
         write_atomically(self.samples_dir / f"{file_name}.{ending}", content)
 
     def check_script(self, script: str) -> None:
-        """Refuse to go on in the folder of another script's run. On the root. Raises ValueError, in one line."""
+        """Raise ValueError, in one line, if the folder holds the run of another script. On the root."""
         run_script = script_of(self.path)
         if run_script and run_script != script:
             raise ValueError(f"{self.path} is a run of {run_script}, not of {script}: give another --output_dir")
@@ -88,11 +86,11 @@ class RunFolder:
         """Refuse to resume with arguments that would change the model, or with another seed. On the root.
 
         Args:
-            fixed_flags: Settings that may not change, each with a function that returns what is compared of its value.
-            explicit_flags: Settings that the user has given: others that differ may follow from these.
+            fixed_flags: Flags that may not change, each with a function that returns the compared part of its value.
+            explicit_flags: Flags on the command line: others that differ may follow from these.
 
         Raises:
-            ValueError: one line naming each of them that differs, with both values.
+            ValueError: one line that names the flags that differ, with both values.
         """
         saved = _read_resumed_config(self.path)
         old, new = _fill_split_seed(saved), _fill_split_seed(config)
@@ -109,9 +107,9 @@ class RunFolder:
                 "--output_dir, or --fresh to start over"
             )
 
-    def begin(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Write config.yaml, every resolved argument as `--config` reads it, and add a line to starts.jsonl: time,
-        command, versions, commit and host, and `facts` (JSON), such as script, backend and processes. On the root.
+    def begin(self, config: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Write config.yaml, with every resolved argument as `--config` reads it, and add a line to starts.jsonl:
+        `starts.environment` and `details` (JSON), such as script, backend and processes. On the root.
 
         Returns:
             The settings that differ from those of the previous start: by name, the old and the new value. Empty if
@@ -123,12 +121,12 @@ class RunFolder:
         with contextlib.suppress(OSError, ValueError):
             old = _read_config(self.path)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        new = yaml.safe_load(text)  # as it is read back: tuples become lists
+        new = yaml.safe_load(text)  # in which tuples have become lists
         differing = {name: [old[name], new[name]] for name in new if old.get(name, new[name]) != new[name]}
         changed: dict[str, list[Any]] = json.loads(json.dumps(differing, default=str))
         with self._one_line_errors():
             write_atomically(self.path / "config.yaml", text.encode())
-            add_start(self.path, {"torchruns": self._torchruns, **facts, "changed": changed})
+            add_start(self.path, {"torchruns": self._torchruns, **details, "changed": changed})
         return changed
 
     @contextlib.contextmanager
@@ -145,14 +143,13 @@ class RunFolder:
             ) from None
 
     def mark_finished(self, step: int) -> None:
-        """Write model/training.json, which says that model/ is complete and holds the weights of this update. On the
-        root."""
+        """Write model/training.json, the record that model/ is complete, with its number of updates. On the root."""
         with self._one_line_errors():
             write_atomically(self.model_dir / "training.json", json.dumps({"step": step}).encode())
 
     def check_is_here(self) -> None:
-        """Raise OSError if the folder is no longer that in which this run began: it was renamed or deleted meanwhile,
-        and another run may have begun in its place. On the root."""
+        """Raise OSError if the folder was renamed or deleted since this run began; another run may have begun in its
+        place. On the root."""
         if not self.path.is_dir():
             raise OSError(f"the run folder {self.path} is gone; if it was renamed, rename it back")
         if holder := other_holder(self.path / ".lock", self._lock):
@@ -188,7 +185,7 @@ class RunFolder:
         return moved_to, finished_step if type(finished_step) is int else None
 
     def _holds_run(self) -> bool:
-        """Whether a run left something here that nothing else writes; names such as config.yaml are common."""
+        """Whether the folder holds files that only a run writes: names such as config.yaml are common."""
         with contextlib.suppress(OSError, ValueError):
             if _read_config(self.path).keys() >= _RUN_CONFIG_KEYS:
                 return True
@@ -197,15 +194,15 @@ class RunFolder:
 
 
 def read_config_to_resume(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any] | None:
-    """The config.yaml of the run that these arguments resume, None for a new run: a run with a checkpoint needs no
-    flags for its model's shape and origin. Collective.
+    """The config.yaml of the run that these arguments resume, so that they need not repeat the flags of its model; None
+    for a new run. Collective.
 
     Raises:
         UserMistake: one line, if config.yaml cannot be read, or a process does not see it: a later message, such as
             about a missing tokenizer, would mislead.
     """
     folder, config = Path(args.output_dir), None
-    torchruns = processes.torchruns() if args.fresh else []
+    torchruns = processes.torchrun_ids() if args.fresh else []
     with processes.raise_on_all_ranks():
         begins_anew = args.dry_run or (
             args.fresh and not processes.is_restart and not _was_started_by(folder, torchruns)
@@ -225,7 +222,7 @@ def read_config_to_resume(args: argparse.Namespace, processes: ProcessGroup) -> 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     saved = read_yaml(folder / "config.yaml")
-    return saved if isinstance(saved, dict) else {}
+    return rename_settings(saved) if isinstance(saved, dict) else {}
 
 
 def _read_resumed_config(folder: Path) -> dict[str, Any]:
@@ -246,7 +243,7 @@ def _was_started_by(folder: Path, torchruns: Collection[str]) -> bool:
 
 
 def _fill_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings whose --split_seed is a number: --seed if it is not given, as in runs of earlier versions."""
+    """Settings in which --split_seed has its default, the value of --seed."""
     seed = settings.get("split_seed")
     return {**settings, "split_seed": settings.get("seed") if seed is None else seed}
 

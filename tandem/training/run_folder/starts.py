@@ -29,14 +29,13 @@ _PACKAGES = (
 _STARTS = "starts.jsonl"  # an object for each start of the run
 
 
-def add_start(output_dir: Path, facts: Mapping[str, Any]) -> None:
-    """Add a line to starts.jsonl: the time, `environment` and `facts` (JSON), and that it has not ended. Raises
-    OSError."""
-    _write(output_dir, [*starts(output_dir), {"time": now(), **environment(), **facts, "ended": None}])
+def add_start(output_dir: Path, details: Mapping[str, Any]) -> None:
+    """Add a line to starts.jsonl: the time, `environment` and `details` (JSON), and "ended": null. Raises OSError."""
+    _write(output_dir, [*starts(output_dir), {"time": now(), **environment(), **details, "ended": None}])
 
 
 def end_start(output_dir: Path, ending: str, step: int) -> None:
-    """Write into the last line how this start ended, such as "finished", and with which update. Raises OSError."""
+    """Write into the last line how this start ended, such as "finished", and after which update. Raises OSError."""
     *earlier, last = starts(output_dir) or [{}]
     _write(output_dir, [*earlier, {**last, "ended": f"{ending} at update {step}"}])
 
@@ -46,7 +45,7 @@ def _write(output_dir: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def starts(output_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of starts.jsonl in a run folder, the oldest start first; damaged lines are left out."""
+    """The lines of starts.jsonl in a run folder, oldest first, without damaged ones."""
     try:
         lines = read_bytes(Path(output_dir) / _STARTS, LONGEST_JSON_BYTES).splitlines()
     except (OSError, ValueError):
@@ -103,7 +102,7 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Commit of this source, with "-dirty" if files differ from it; None if it is no git checkout itself: a repository
+    """The commit of this checkout, with "-dirty" if files differ from it; None if it is no git checkout. A repository
     around it, or that of GIT_DIR, is another project's."""
     if not (HOME / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Pictures of samples, without any normalisation of their brightness."""
+"""Pictures of images in [0, 1], without normalisation of their brightness; histograms of codes."""
 
 import contextlib
 import io
@@ -15,9 +15,9 @@ from tandem.io.reading import printable
 _GAP_PIXELS = 2
 _CHECKER_PIXELS = 8
 _CHECKER_GREYS = (255, 204)
-_PAPER, _INK = (255, 255, 255), (0, 0, 0)
+_BACKGROUND, _FOREGROUND = (255, 255, 255), (0, 0, 0)
 _LONGEST_CAPTION = 48  # characters
-# Tried in this order for labels that are not ASCII, whose letters Pillow's own font lacks.
+# Tried in this order for labels that are not ASCII, because Pillow's own font has only ASCII.
 _WIDE_FONTS = ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf", "Arial Unicode.ttf", "arial.ttf")
 
 
@@ -45,20 +45,20 @@ def to_pixels(images: Tensor) -> Tensor:
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()
 
 
-def enlarged(images: Tensor, side: int) -> Tensor:
-    """Images (n, c, h, w), their pixels repeated so that each side has at least `side` pixels."""
+def enlarge(images: Tensor, side: int) -> Tensor:
+    """Repeat the pixels of images (n, c, h, w), so that each side has at least `side` pixels."""
     factor = -(-side // min(images.shape[-2:]))
     return images.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
 
 
-def caption_of(text: str) -> str:
+def shorten_caption(text: str) -> str:
     """A text in one line, cut off if it is long; "(empty)" for none."""
     text = printable(" ".join(text.split())) or "(empty)"
     return text if len(text) <= _LONGEST_CAPTION else f"{text[: _LONGEST_CAPTION - 3]}..."
 
 
 def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont | None:
-    """A font with the letters of a text; None if none is installed."""
+    """A font that has the letters of a text; None if there is none."""
     if text.isascii():
         return ImageFont.load_default()
     for name in _WIDE_FONTS:
@@ -74,21 +74,21 @@ def _ascii(text: str) -> str:
 
 
 def grid(rows: Mapping[str, Tensor], least_side: int = 128) -> Image.Image:
-    """Labelled rows of images: each label, of one or more lines, -> (n, c, h, w) in [0, 1]. Small images are enlarged:
-    no side has fewer than `least_side` pixels. Letters of labels for which there is no font become ASCII or ?."""
+    """A picture of rows of images (n, c, h, w) in [0, 1], by label of one or more lines. Small images are enlarged: no
+    side has fewer than `least_side` pixels. Letters for which there is no font become ASCII or ?."""
     if (font := _font("".join(rows))) is None:
         return grid({_ascii(label): images for label, images in rows.items()}, least_side)
     margin = round(max(font.getlength(line) for label in rows for line in label.split("\n"))) + 3 * _GAP_PIXELS
-    pixels = {label: to_pixels(enlarged(images, least_side)) for label, images in rows.items()}
+    pixels = {label: to_pixels(enlarge(images, least_side)) for label, images in rows.items()}
     width = max(sum(image.shape[1] + _GAP_PIXELS for image in row) for row in pixels.values())
     height = sum(row.shape[1] + _GAP_PIXELS for row in pixels.values())
-    picture = Image.new("RGB", (margin + width, height + _GAP_PIXELS), _PAPER)
+    picture = Image.new("RGB", (margin + width, height + _GAP_PIXELS), _BACKGROUND)
     draw = ImageDraw.Draw(picture)
     top = _GAP_PIXELS
     for label, row in pixels.items():
         left = margin
         row_height, row_width = row.shape[1:3]
-        draw.text((_GAP_PIXELS, top + row_height // 2), label, fill=_INK, font=font, anchor="lm")
+        draw.text((_GAP_PIXELS, top + row_height // 2), label, fill=_FOREGROUND, font=font, anchor="lm")
         for image in row:
             picture.paste(Image.fromarray(image.numpy()), (left, top))
             left += row_width + _GAP_PIXELS
@@ -104,16 +104,16 @@ def to_png(picture: Image.Image) -> bytes:
 
 
 def code_histogram(counts: Tensor, width: int = 512, height: int = 128) -> Image.Image:
-    """Bar chart of how often each code was used, from counts (k,): most used first, heights relative to that code's.
+    """Bar chart of how often each code was used, from counts (k,), in descending order, relative to the first.
 
     Its `info["counts"]` holds the counts, an array of int64 (k,), for trackers that draw histograms themselves."""
     ordered = counts.double().sort(descending=True).values
     edges = torch.linspace(0, len(ordered), width + 1)
     shares = ordered[edges[:-1].long().clamp_max(len(ordered) - 1)] / ordered[0].clamp_min(1)
-    picture = Image.new("RGB", (width, height), _PAPER)
+    picture = Image.new("RGB", (width, height), _BACKGROUND)
     picture.info["counts"] = counts.long().cpu().numpy()
     draw = ImageDraw.Draw(picture)
     for column, share in enumerate(shares.tolist()):
         if share > 0:
-            draw.line((column, height - 1, column, round((height - 1) * (1 - share))), fill=_INK)
+            draw.line((column, height - 1, column, round((height - 1) * (1 - share))), fill=_FOREGROUND)
     return picture

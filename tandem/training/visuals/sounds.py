@@ -1,4 +1,4 @@
-"""Pictures of sounds and the captions that an audio-text model finds for them."""
+"""Pictures of spectrograms beside the captions that are nearest to them, and of matrices of cosines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tandem.devices import double
 
-from .images import caption_of, enlarged, grid
+from .images import enlarge, grid, shorten_caption
 
 _WIDTH, _HEIGHT = 320, 128  # pixels of a spectrogram's picture
 _MATRIX_PIXELS = 384  # least side of the picture of the cosines
@@ -66,11 +66,13 @@ def sounds_picture(spectrograms: Tensor, matches: Sequence[Sequence[Match]], cos
     """
     rows = {}
     for number, (spectrogram, clip_matches) in enumerate(zip(spectrograms, matches, strict=True), start=1):
-        lines = (f"{'*' if m.is_right else ' '} {m.rank}. {m.score:.2f} {caption_of(m.caption)}" for m in clip_matches)
+        lines = (
+            f"{'*' if m.is_right else ' '} {m.rank}. {m.score:.2f} {shorten_caption(m.caption)}" for m in clip_matches
+        )
         rows["\n".join([f"clip {number}", *lines])] = spectrogram_colours(spectrogram)[None]
     colours, limit = cosine_colours(cosines)
     scale = f"cosines of clips (rows) and captions (columns)\nfrom blue for -{limit:.1f} to red for {limit:.1f}"
-    return grid({**rows, scale: enlarged(colours[None], _MATRIX_PIXELS)})
+    return grid({**rows, scale: enlarge(colours[None], _MATRIX_PIXELS)})
 
 
 def spectrogram_colours(spectrogram: Tensor) -> Tensor:

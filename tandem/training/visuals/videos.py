@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .images import Sample, enlarged, grid, to_pixels
+from .images import Sample, enlarge, grid, to_pixels
 
 _FRAMES = 9  # at most, of a clip in a picture
-_HIGHEST_RATE = 1000  # frames per second that a film is played with
+_MAX_FPS = 1000
 _STRIP_SIDE, _FILM_SIDE = 64, 128  # least pixels of a frame's side
 _GAP_PIXELS = 4
 _ERROR_FACTOR = 4
@@ -61,13 +61,13 @@ def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np
     for clip in range(len(originals)):
         clip_videos = (video[clip].transpose(0, 1) for video in (originals, *reconstructions.values()))
         gap = (0, _GAP_PIXELS, 0, _GAP_PIXELS)  # white, on the right and below
-        padded = [F.pad(enlarged(frames, _FILM_SIDE), gap, value=1.0) for frames in clip_videos]
+        padded = [F.pad(enlarge(frames, _FILM_SIDE), gap, value=1.0) for frames in clip_videos]
         rows.append(torch.cat([to_pixels(frames) for frames in padded], dim=2))
     return torch.cat(rows, dim=1)[:, :-_GAP_PIXELS, :-_GAP_PIXELS].numpy()
 
 
 def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:
-    """The content of a GIF file that repeats for ever, of frames (h, w, 3), uint8, which are in memory all at once. GIF
+    """The content of a GIF file that repeats for ever, of frames (h, w, 3), uint8, which are all in memory. A GIF
     counts hundredths of a second and has 256 colours a frame; equal frames in succession become one."""
     first, *others = (Image.fromarray(frame) for frame in frames)
     content = io.BytesIO()
@@ -82,7 +82,7 @@ def to_mp4(frames: np.ndarray, fps: float) -> bytes:
     """The content of an MP4 file with H.264 of almost no loss, of frames (f, h, w, 3), uint8, at a whole number of
     frames per second."""
     content = io.BytesIO()
-    write_mp4(content, frames, max(1, round(min(fps, _HIGHEST_RATE))))
+    write_mp4(content, frames, max(1, round(min(fps, _MAX_FPS))))
     return content.getvalue()
 
 
@@ -105,12 +105,12 @@ def write_mp4(
     fraction with a denominator of at most 1001, as of 30000/1001. See `to_mp4`.
 
     Args:
-        sound: Samples per second and frames (av.AudioFrame), each with the time in seconds at which it begins. They
-            become AAC; what begins before the first picture or after the last one is left out.
+        sound: Samples per second, and frames (av.AudioFrame), each with the time in seconds at which it begins. They
+            become AAC; frames that begin before the first picture or after the last one are left out.
     """
     import av
 
-    rate = min(max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001)), Fraction(_HIGHEST_RATE))
+    rate = min(max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001)), Fraction(_MAX_FPS))
     # The file depends only on the frames: one thread, and no mbtree, which reads uninitialised memory in some builds.
     # Full colour keeps small things sharp.
     options = {"crf": "10", "threads": "1", "x264-params": "mbtree=0"}

@@ -93,8 +93,10 @@ def _check_has_public_form(model: VQGAN) -> None:
     config = model.config
     if config["quantizer"] != "lfq":
         raise ValueError(f"{PACKAGE} has the quantizer lfq alone, and this model has {config['quantizer']}")
-    if config["centred"]:
-        raise ValueError(f"{PACKAGE} has no layers that see images in [-1, 1], and this model has: train --no-centred")
+    if config["normalize_input"]:
+        raise ValueError(
+            f"{PACKAGE} has no layers that see images in [-1, 1], and this model has: train --no-normalize_input"
+        )
     if config["dim"] % _GROUPS:
         raise ValueError(f"{PACKAGE} demands a dim that is a multiple of {_GROUPS}, and this model has {config['dim']}")
     projection = model.encoder[-1]
@@ -143,7 +145,7 @@ def _convert_weights(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[
     arguments = {
         "image_size": max(256, 2**layers),  # arbitrary: the file does not hold it, and it changes no weight
         "dim": widths[0], "channels": channels, "num_layers": layers, "num_resnet_blocks": blocks, "quantizer": "lfq",
-        "codebook_size": 2**bits, "centred": False,
+        "codebook_size": 2**bits, "normalize_input": False,
         "diversity_gamma": 4.0, "inv_temperature": 100.0,  # those of the public package
     }  # fmt: skip
     return arguments, weights

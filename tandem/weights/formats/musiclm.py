@@ -128,8 +128,8 @@ def _convert_weights(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
             parts = [take(f"{theirs}.0.{part}.weight") for part in ("to_q", "to_kv")]
             weights[f"{attention}.to_qkv.weight"] = torch.cat(parts)
     count, contrasts = config["hierarchical_layers"], _contrast_names(config)
-    weights["tau"] = torch.cat([take(f"{name}.temperatures").flatten().flip(0) for name in contrasts])
-    weights["bias"] = torch.full_like(weights["tau"], MuLaNConfig.init_bias)
+    weights["logit_scale"] = torch.cat([take(f"{name}.temperatures").flatten().flip(0) for name in contrasts])
+    weights["bias"] = torch.full_like(weights["logit_scale"], MuLaNConfig.init_bias)
     if "contrast.bias" in remaining:
         weights["bias"] = torch.cat([take(f"{name}.bias").flatten().flip(0) for name in contrasts])
     for tower in _TOWERS if count else ():
@@ -153,7 +153,7 @@ def _public_weights(config: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
             q, k, v = weights[f"{attention}.to_qkv.weight"].chunk(3)
             state |= {f"{theirs}.0.to_q.weight": q.clone(), f"{theirs}.0.to_kv.weight": torch.cat([k, v])}
     has_biases = bool((weights["bias"] != config["init_bias"]).any())
-    for ours, theirs in [("tau", "temperatures"), ("bias", "bias")][: 1 + has_biases]:
+    for ours, theirs in [("logit_scale", "temperatures"), ("bias", "bias")][: 1 + has_biases]:
         for name, values in zip(_contrast_names(config), (weights[ours][:1], weights[ours][1:]), strict=False):
             state[f"{name}.{theirs}"] = values.flip(0)[:, None, None]
     for tower in _TOWERS if config["hierarchical_layers"] else ():

@@ -193,7 +193,7 @@ def _quantizer_state(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
     """The state of our quantizer that a file lacks: training goes on as if one vector had been assigned to each of the
     file's entries."""
     if arguments["quantizer"] != "vq":
-        return {"quantizer.moments": torch.zeros(3)} if arguments["quantizer"] == KL else {}
+        return {"quantizer.latent_stats": torch.zeros(3)} if arguments["quantizer"] == KL else {}
     entries = weights["quantizer.codebook"].float()
     entries = F.normalize(entries, dim=-1) if arguments["vq_cosine"] else entries
     return {
@@ -263,7 +263,7 @@ def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, A
     z_channels, has_conv = shape_of(state, "decoder.conv_in.weight", 4)[1], "quant_conv.weight" in state
     arguments: dict[str, Any] = {
         "image_size": max(256, 2 ** (len(widths) - 1)),  # arbitrary: no file holds it, and it changes no weight
-        "body": TAMING, "centred": True, "dim": dim, "channels": channels,
+        "body": TAMING, "normalize_input": True, "dim": dim, "channels": channels,
         "ch_mult": [width // dim for width in widths], "attention_levels": levels or None, "z_channels": z_channels,
         "num_resnet_blocks": [len(numbered_layers("down_0_block_{}.conv1.weight"))], "quant_conv": has_conv,
         "norm_groups": GROUPS,

@@ -14,10 +14,10 @@ import pytest
 from tandem.distributed import UserMistake
 from tandem.distributed.backends.deepspeed.config import (
     check_batch_parts,
+    complete_config,
     merge_config,
     one_line_refusals,
     read_config,
-    resolve,
 )
 from tandem.distributed.base import Options
 from tandem.distributed.batch import BatchPlan
@@ -44,7 +44,7 @@ def merged() -> Callable[..., argparse.Namespace]:
 def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
     values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "sizes": [1000], "on_cpu": True}
     options = Options(BatchPlan(24, 2, 2, 2), precision, reduce_precision=reduce_precision)
-    return resolve(config, options, **{**values, **overrides})
+    return complete_config(config, options, **{**values, **overrides})
 
 
 def values_of(args: argparse.Namespace, flags: Json) -> Json:

@@ -60,7 +60,7 @@ def test_numbers_beyond_any_variance_stay_finite_and_the_precision_is_fp32() -> 
     half = some_z().bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(quantizer(half).losses["kl"], quantizer(half.float()).losses["kl"])
-    assert gaussian().half().moments.dtype == torch.float32
+    assert gaussian().half().latent_stats.dtype == torch.float32
 
 
 def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, **more: Any) -> None:
@@ -71,10 +71,10 @@ def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, *
 
 def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_counts_for_nothing() -> None:
     quantizer = gaussian()
-    assert compute_scale(quantizer.moments) is None
+    assert compute_scale(quantizer.latent_stats) is None
     updated(quantizer, [some_z()])
     means = some_z()[:, :DIM].double()
-    scaling, shift = compute_scale(quantizer.moments)
+    scaling, shift = compute_scale(quantizer.latent_stats)
     assert math.isclose(shift, means.mean(), rel_tol=1e-5)
     assert math.isclose(scaling, 1 / means.std(correction=0), rel_tol=1e-5)
     before = state_of(quantizer)
@@ -83,7 +83,7 @@ def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_count
     quantizer.after_step(2, 0)
     assert_same_bits(quantizer, before)
     updated(quantizer.train(), [some_z(seed=2)], skipped=torch.tensor(False))
-    assert not torch.equal(quantizer.moments, before["moments"])
+    assert not torch.equal(quantizer.latent_stats, before["latent_stats"])
 
 
 def test_the_scale_of_many_updates_is_an_average_that_forgets() -> None:
@@ -94,7 +94,7 @@ def test_the_scale_of_many_updates_is_an_average_that_forgets() -> None:
         means = z[:, :DIM].double()
         now = torch.stack([torch.ones_like(means.mean()), means.mean(), means.square().mean()])
         expected = 0.99 * expected + 0.01 * now
-    torch.testing.assert_close(quantizer.moments.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(quantizer.latent_stats.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("processes", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
@@ -107,10 +107,10 @@ def test_the_scale_is_that_of_the_whole_batch_however_it_is_cut(processes: int, 
         quantizer.connect(process)
         own = some_z(8).chunk(processes)[process.rank]
         updated(quantizer, list(own.chunk(micro_batches)))
-        return quantizer.moments
+        return quantizer.latent_stats
 
     for moments in on_processes(processes, work):
-        torch.testing.assert_close(moments, whole.moments, rtol=1e-6, atol=0)
+        torch.testing.assert_close(moments, whole.latent_stats, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("given", [False, True])

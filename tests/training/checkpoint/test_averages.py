@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
-from tandem.training.checkpoint.averages import AverageFiles
+from tandem.training.checkpoint.ema_files import EMAFiles
 from tandem.training.checkpoint.store import Checkpoints
-from tandem.training.ema import Average, make_ema
+from tandem.training.ema import WeightAverages, make_ema
 from tests.processes import Process
 from tests.scripts import names
 from tests.training.disk import busy, failing, left_by_kills
 from tests.training.whole import Whole
 
 
-def trained(averages: Average, first: int, last: int) -> None:
+def trained(averages: WeightAverages, first: int, last: int) -> None:
     """Updates first ... last, after which the weights are their number, and a buffer is, too."""
     for update in range(first, last + 1):
         for tensor in WEIGHTS.module.state_dict().values():
@@ -35,7 +35,7 @@ def made() -> nn.Module:
 WEIGHTS = Whole(made())
 
 
-def saved(checkpoints: Checkpoints, files: AverageFiles, steps: range) -> Average:
+def saved(checkpoints: Checkpoints, files: EMAFiles, steps: range) -> WeightAverages:
     """Training with a save every so many updates; the averages have the name that a script gives them."""
     averages = make_ema(WEIGHTS, 0.0, [0.05, 0.10])
     at = 0
@@ -49,7 +49,7 @@ def saved(checkpoints: Checkpoints, files: AverageFiles, steps: range) -> Averag
 
 
 def test_an_average_of_another_length_is_the_one_that_training_would_have_made(checkpoints, tmp_path):
-    files = AverageFiles(tmp_path / "snapshots")
+    files = EMAFiles(tmp_path / "snapshots")
     saved(checkpoints, files, range(20, 401, 20))
     expected = make_ema(WEIGHTS, 0.0, [0.07])
     trained(expected, 1, 400)
@@ -61,7 +61,7 @@ def test_an_average_of_another_length_is_the_one_that_training_would_have_made(c
 
 
 def test_what_a_lost_future_wrote_is_deleted_and_nothing_else(checkpoints, tmp_path):
-    files = AverageFiles(tmp_path / "snapshots")
+    files = EMAFiles(tmp_path / "snapshots")
     files.cut_back(7)
     assert not files.folder.exists()
     saved(checkpoints, files, range(10, 41, 10))
@@ -74,7 +74,7 @@ def test_what_a_lost_future_wrote_is_deleted_and_nothing_else(checkpoints, tmp_p
 
 
 def test_an_average_that_cannot_be_deleted_is_told_and_ends_no_start(checkpoints, tmp_path, monkeypatch):
-    files = AverageFiles(tmp_path / "snapshots")
+    files = EMAFiles(tmp_path / "snapshots")
     saved(checkpoints, files, range(10, 41, 10))
     held = "step_00000030_ema_of.two_0.05.safetensors"
     busy(monkeypatch, held)
@@ -90,21 +90,21 @@ def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_ki
 
     def save() -> None:
         checkpoints = Checkpoints(run / "checkpoints", 2, Process())
-        checkpoints.save(3, {"ema": averages.state_dict()}, {}, AverageFiles(run / "snapshots").write)
+        checkpoints.save(3, {"ema": averages.state_dict()}, {}, EMAFiles(run / "snapshots").write)
         checkpoints.wait()
 
     is_there = []
     for folder in left_by_kills(run, save):
         is_there.append(Checkpoints(folder / "checkpoints", 2, Process()).latest() is not None)
         if is_there[-1]:
-            assert AverageFiles(folder / "snapshots").newest("ema")["bias"].item() == bias
+            assert EMAFiles(folder / "snapshots").newest("ema")["bias"].item() == bias
         for path in folder.glob("snapshots/step_*"):
             assert load_file(path).keys() == {"weight", "bias", "count"}, "a file is whole or not there"
     assert is_there == sorted(is_there) and is_there.index(True) > 5
 
 
 def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, checkpoints, monkeypatch):
-    files, averages = AverageFiles(tmp_path / "snapshots"), make_ema(WEIGHTS, 0.0, [0.1])
+    files, averages = EMAFiles(tmp_path / "snapshots"), make_ema(WEIGHTS, 0.0, [0.1])
     trained(averages, 1, 3)
     with monkeypatch.context() as disk:
         failing(disk, 2, ("fsync",), any_thread=True)  # the first one is of the folder of checkpoints
@@ -115,7 +115,7 @@ def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, check
 
 
 def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
-    files = AverageFiles(tmp_path / "snapshots")
+    files = EMAFiles(tmp_path / "snapshots")
     with pytest.raises(ValueError, match="only a run with --ema_power writes them"):
         files.newest("ema")
     saved(checkpoints, files, range(10, 21, 10))
@@ -141,7 +141,7 @@ def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
 def test_an_average_of_another_length_counts_the_updates_of_each_part(checkpoints, tmp_path):
     """Of two parts, the first is skipped in every second update of the first half: it is as if it had been trained for
     fewer updates. What belongs to no part is as the last save has it."""
-    files, parts = AverageFiles(tmp_path / "snapshots"), ("weight", "bias")
+    files, parts = EMAFiles(tmp_path / "snapshots"), ("weight", "bias")
     both, of_first = make_ema(WEIGHTS, 0.0, [0.05, 0.10], parts), make_ema(WEIGHTS, 0.0, [0.07])
     for update in range(1, 201):
         for tensor in WEIGHTS.module.state_dict().values():
@@ -160,7 +160,7 @@ def test_an_average_of_another_length_counts_the_updates_of_each_part(checkpoint
 
 
 def test_averages_of_an_earlier_version_which_counts_all_parts_as_one_go_on(checkpoints, tmp_path):
-    files, of_all = AverageFiles(tmp_path / "snapshots"), make_ema(WEIGHTS, 0.0, [0.05, 0.10])
+    files, of_all = EMAFiles(tmp_path / "snapshots"), make_ema(WEIGHTS, 0.0, [0.05, 0.10])
     expected, by_part = make_ema(WEIGHTS, 0.0, [0.07]), make_ema(WEIGHTS, 0.0, [0.05, 0.10], ("weight", "bias"))
     for update in range(1, 201):
         if update == 101:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tandem.distributed import UserMistake
-from tandem.training.checkpoint.snapshot import Snapshot, pieces
+from tandem.training.checkpoint.snapshot import Snapshot, pack_chunks
 from tandem.training.checkpoint.store import Checkpoints
 from tests.processes import on_processes, python
 
@@ -28,7 +28,7 @@ def odd_sizes(largest: int, count: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("sizes", [odd_sizes(10_000, 300), odd_sizes(40_000_000, 300), odd_sizes(500_000_000, 100)])
 def test_pieces_are_powers_of_two_with_hardly_more_room_than_blocks_of_odd_sizes_take(sizes: dict[str, int]) -> None:
-    found = list(pieces(sizes))
+    found = list(pack_chunks(sizes))
     assert sorted(key for _, keys in found for key in keys) == sorted(sizes)
     for size, keys in found:
         assert size == rounded(size) and sum(sizes[key] + 63 for key in keys) <= size + 63 * len(keys)
@@ -36,7 +36,7 @@ def test_pieces_are_powers_of_two_with_hardly_more_room_than_blocks_of_odd_sizes
 
 
 def test_blocks_without_bytes_and_no_blocks_at_all_take_no_memory() -> None:
-    assert [*pieces({})] == [] and sum(size for size, _ in pieces({"empty": 0, "one": 1})) == 64
+    assert [*pack_chunks({})] == [] and sum(size for size, _ in pack_chunks({"empty": 0, "one": 1})) == 64
 
 
 def test_a_snapshot_ends_with_its_last_user_without_a_search_for_garbage() -> None:

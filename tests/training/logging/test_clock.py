@@ -51,15 +51,15 @@ def test_a_look_at_the_clock_comes_before_half_of_what_is_left_and_in_the_end_af
     watch = Clock(Process(), save_minutes=20, run_minutes=30)
     watch.begin(600.0, 0)  # 10 minutes of earlier starts
     now[-1] = 60.0
-    assert watch.look(1) == (False, False, (1200 - 60) // 120), "half of what is left, in updates of 60 s"
+    assert watch.check_limits(1) == (False, False, (1200 - 60) // 120), "half of what is left, in updates of 60 s"
     for now[-1] in (60.0, 63.0, 65.0):
         watch.is_late(save_seconds=0.0)
-    assert watch.look(65) == (False, False, (1200 - 65) // 6), "the slowest update took 3 s"
+    assert watch.check_limits(65) == (False, False, (1200 - 65) // 6), "the slowest update took 3 s"
     now[-1] = 1195.0
-    assert watch.look(1195) == (False, False, 1)
+    assert watch.check_limits(1195) == (False, False, 1)
     now[-1] = 1200.0
-    assert watch.look(1200) == (True, True, 1200 // 6), "a save begins now"
+    assert watch.check_limits(1200) == (True, True, 1200 // 6), "a save begins now"
     with watch.saving():
         now[-1] = 1250.0
-    assert watch.look(1250) == (False, True, 1200 // 6)
-    assert Clock(Process()).look(1) == (False, False, 1000)
+    assert watch.check_limits(1250) == (False, True, 1200 // 6)
+    assert Clock(Process()).check_limits(1) == (False, False, 1000)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tandem.training.logging.operations import MOST_KINDS, Operations, matrix_product, peak
+from tandem.training.logging.operations import MAX_KINDS, Operations, measure_matmul_flops, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from tandem.training.logging.operations import MOST_KINDS, Operations, matrix_pr
      ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 4090", 165.2), ("AMD Instinct MI300X", 1307.4)],
 )  # fmt: skip
 def test_a_device_is_known_by_its_name(name: str, bf16: float) -> None:
-    rates = [peak(name, precision) for precision in ("bf16", "fp16", "tf32", "fp32")]
+    rates = [peak_flops(name, precision) for precision in ("bf16", "fp16", "tf32", "fp32")]
     assert rates[0] == rates[1] == bf16 * 1e12
     assert rates == sorted(rates, key=lambda rate: -(rate or 0))
 
@@ -28,12 +28,12 @@ def test_a_device_is_known_by_its_name(name: str, bf16: float) -> None:
      "Pretend", "", None],
 )  # fmt: skip
 def test_another_device_is_not_taken_for_one_that_is_known(name: str | None) -> None:
-    assert peak(name, "bf16") is None
+    assert peak_flops(name, "bf16") is None
 
 
 def test_a_device_without_units_for_a_precision_has_no_peak_in_it() -> None:
-    assert peak("Tesla T4", "fp16") == 65e12
-    assert peak("Tesla T4", "bf16") is None
+    assert peak_flops("Tesla T4", "fp16") == 65e12
+    assert peak_flops("Tesla T4", "bf16") is None
 
 
 def product(size: int) -> None:
@@ -79,15 +79,15 @@ def test_a_line_has_no_figure_while_one_of_its_updates_is_not_known() -> None:
 
 
 def test_a_matrix_product_is_measured() -> None:
-    assert 0 < matrix_product(torch.device("cpu"), "fp32") < math.inf
+    assert 0 < measure_matmul_flops(torch.device("cpu"), "fp32") < math.inf
 
 
 def test_ever_new_kinds_of_updates_are_not_counted_without_end() -> None:
     operations = Operations()
-    for kind in range(MOST_KINDS + 3):
+    for kind in range(MAX_KINDS + 3):
         with operations.update(kind):
             product(2)
-    assert operations.flops_of(MOST_KINDS - 1) == 2 * 2**3 and math.isnan(operations.flops_of(MOST_KINDS))
+    assert operations.flops_of(MAX_KINDS - 1) == 2 * 2**3 and math.isnan(operations.flops_of(MAX_KINDS))
     assert math.isnan(operations.mean_since_line())
     with operations.update(0):
         product(2)

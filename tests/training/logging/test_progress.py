@@ -5,7 +5,7 @@ import io
 import pytest
 
 from tandem.io.writing import say
-from tandem.training.logging.progress import Progress, ProgressDisplay, changes, describe_length, total_steps_from
+from tandem.training.logging.progress import Progress, ProgressDisplay, describe_changes, run_length
 
 
 class Terminal(io.StringIO):
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
      (0.1, None, 70, 7, 1), (0.001, None, 10, 8, 1), (0.5, None, 101, 1, 50)],
 )  # fmt: skip
 def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, batch_size, expected):
-    assert total_steps_from(epochs, max_steps, size, batch_size) == expected
+    assert run_length(epochs, max_steps, size, batch_size)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, b
      ((2, None, 100, 10, 90.0), "--epochs", "20 updates (--epochs 2; at most 90 minutes by --max_minutes)")],
 )  # fmt: skip
 def test_a_run_says_which_flag_ends_it(limits, flag, text):
-    assert describe_length(*limits) == (flag, text)
+    assert run_length(*limits)[1:] == (flag, text)
 
 
 def test_the_time_left_is_that_of_the_limit_that_comes_first():
@@ -72,7 +72,7 @@ def test_the_bar_of_a_terminal_shows_the_same_time_left():
 def test_only_a_batch_in_the_same_parts_keeps_its_bits_on_another_backend(parts, device, bits):
     before = {"backend": "single", "world_size": 1, "device": "cpu", "batch_parts": parts[0]}
     now = {"backend": "ddp", "world_size": 2, "device": device, "batch_parts": parts[1]}
-    (line,) = changes(before, now)
+    (line,) = describe_changes(before, now)
     assert ("gives the same bits" in line) is bits and ("seventh digit" in line) is not bits
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tandem.training.logging.table import MetricsTable, number
+from tandem.training.logging.table import MetricsTable, format_number
 
 COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/loss")
 LINE = {"loss": 0.5, "recon_loss": 0.25, "codes_used": 7, "samples_per_second": 54.321, "skipped_updates": 0,
@@ -39,4 +39,4 @@ def test_a_validation_is_a_line_of_its_own_with_what_changed():
      (998765.0, "998765"), (-2e6, "-2.00e+06"), (0.0, "0.000"), (math.nan, "nan"), (None, "-"), ("text", "text")],
 )  # fmt: skip
 def test_numbers_have_four_significant_digits(value, text):
-    assert number(value).removeprefix("0" if text.startswith(".") else "") == text
+    assert format_number(value).removeprefix("0" if text.startswith(".") else "") == text

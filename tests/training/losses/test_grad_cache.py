@@ -37,7 +37,7 @@ class Towers(nn.Module):
         torch.manual_seed(0)
         self.audio = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, HEADS * DIM))
         self.text = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, HEADS * DIM))
-        self.tau, self.bias = nn.Parameter(torch.tensor([0.3, 1.2])), nn.Parameter(torch.tensor([-1.0, -3.0]))
+        self.logit_scale, self.bias = nn.Parameter(torch.tensor([0.3, 1.2])), nn.Parameter(torch.tensor([-1.0, -3.0]))
         self.to(dtype)
         self.arrived: list[list[float]] = []
         self.calls = 0
@@ -45,10 +45,12 @@ class Towers(nn.Module):
     def forward(self, sounds: Tensor, words: Tensor, noise: Tensor) -> Output:
         self.calls += 1
         audio, text = self.audio(sounds * (noise > 0.25)), self.text(words)
-        scale = self.tau.exp()
+        scale = self.logit_scale.exp()
         if scale.requires_grad:
             scale.register_hook(lambda gradient: self.arrived.append(gradient.tolist()))
-        audio, text = (F.normalize(x.unflatten(-1, (HEADS, DIM)).to(self.tau.dtype), dim=-1) for x in (audio, text))
+        audio, text = (
+            F.normalize(x.unflatten(-1, (HEADS, DIM)).to(self.logit_scale.dtype), dim=-1) for x in (audio, text)
+        )
         return Output(audio, text, scale, self.bias)
 
 
@@ -112,7 +114,7 @@ def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, b
         # A bias of the last layer, or of a softmax, has a gradient of 0 but for rounding.
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
     # A rule in the model that looks at the gradient of its temperature sees the total, or 0.
-    torch.testing.assert_close(gradients["tau"], wanted["tau"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients["logit_scale"], wanted["logit_scale"], rtol=1e-12, atol=0)
     parts = backend.grad_accum_steps
     assert model.arrived == [result.scale_gradient.tolist(), *[[0.0, 0.0]] * (parts - 1)]
     assert 0.0 not in model.arrived[0]

@@ -1,5 +1,5 @@
-"""Sums over features that have the same bits in any order, so for any number of processes: each term is first rounded
-to a grid on which float64 adds without error."""
+"""Statistics of features for FID, FVD and the inception score of evaluate.py, with the same bits on any number of
+processes: each term is first rounded to a grid on which float64 sums are exact, so that their order does not matter."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from tandem.devices import double, fp64_device
 
-from .averages import AllReduce, no_reduce
+from .averages import AllReduce, identity
 from .fid import FrechetStatistics, Gaussian
 
-# Features are of the size of 1, and sums of their products exact for two million samples; so are probabilities.
-_FEATURE, _PROBABILITY = 2.0**-16, 2.0**-32
+# Steps of the grids. Features are about 1; sums of their products are exact for two million samples, as are the sums of
+# probabilities.
+_FEATURE_STEP, _PROBABILITY_STEP = 2.0**-16, 2.0**-32
 
 
-class Features:
-    """Statistics of a network's features of samples, for Fréchet distances and the inception score.
+class FeatureStatistics:
+    """Mean and covariance of a network's features of samples, and their inception score.
 
     Args:
         network: Samples in [0, 1] -> vectors (b, dim), which are rounded to multiples of 2^-16: that adds 2e-11 to each
@@ -35,13 +36,13 @@ class Features:
     def add(self, samples: Tensor) -> None:
         """Add samples in [0, 1] on the device of the network."""
         features = self._network(samples)
-        self._statistics.add((double(features) / _FEATURE).round() * _FEATURE)
+        self._statistics.add((double(features) / _FEATURE_STEP).round() * _FEATURE_STEP)
         if self._logits:
             p = double(self._logits(features)).softmax(1)
             terms = torch.cat([torch.ones_like(p[:, :1]), torch.special.xlogy(p, p).sum(1, keepdim=True), p], dim=1)
-            self._sums += ((terms / _PROBABILITY).round() * _PROBABILITY).sum(0)
+            self._sums += ((terms / _PROBABILITY_STEP).round() * _PROBABILITY_STEP).sum(0)
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> tuple[Gaussian, dict[str, float]]:
+    def result(self, all_reduce: AllReduce = identity) -> tuple[Gaussian, dict[str, float]]:
         """The distribution of the features, on the CPU, and `inception_score` if there is one: exp E KL(p(class |
         sample) || p(class)) over all samples at once (Salimans et al. 2016), from 1 to 1008. Collective.
 

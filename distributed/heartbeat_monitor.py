@@ -1,8 +1,9 @@
-"""Finds out which processes are lost or stalled: a thread of the root, to which every process keeps a connection.
+"""Decides which rank is lost or stalled: a thread of the root, to which every process sends heartbeats.
 
-The kernel closes the connections of a process that ends, however it ends, and gives up those to a machine that does not
-answer. So a loss is known at once, and no process is taken for lost that is busy, slow or stopped. Time is counted in
-ticks of the thread: it stands still while the whole job is frozen (SIGSTOP, `docker pause`, `scontrol suspend`).
+Every process, the root included, connects to this thread (`watchdog.py`). The kernel closes the connections of a
+process that ends, however it ends, and gives up connections to a machine that does not answer. So a loss is known at
+once, and a process that is busy, slow or stopped does not count as lost. Time is counted in ticks of the thread: no
+ticks pass while the whole job is frozen (SIGSTOP, `docker pause`, `scontrol suspend`).
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.io.reading import counted
-from tandem.io.writing import tell
+from tandem.io.writing import say
 
 TICK_SECONDS = 1.0
-LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
-SILENT_TICKS = 10  # a process that does not answer for so long is lost, if the job is asked to end
-_LOADING_TICKS = 30  # so is one that gets no batch from its loader processes for so long
-_NO_ANSWER_TICKS = 3
+LINK_SECONDS = 25  # a machine that does not answer for so long is lost; torchrun kills 30 s after it noticed the loss
+SILENT_TICKS = 10  # if the job is asked to end, a process that does not answer for so long is lost ...
+_LOADING_TICKS = 30  # ... and a process that gets no batch from its loader processes for so long
+_NO_ANSWER_TICKS = 3  # after which a stalled rank counts as silent
 _UNIDENTIFIED_TICKS = 30  # after which a connection that has not named its rank is dropped
 _LONGEST_LINE = 1 << 16  # bytes
 _MAX_NAMED_RANKS = 8  # ranks in a verdict, which is one line: a lost machine may have run hundreds
-_ASK_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def watch_link(connection: socket.socket) -> None:
-    """Have the kernel give up a connection to a machine that is gone. Its kernel answers for stopped processes."""
+def enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel close a connection to a machine that is gone. (For a stopped process, its kernel answers.)"""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     values = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": LINK_SECONDS // 5, "USER_TIMEOUT": 1000 * LINK_SECONDS}
@@ -45,36 +46,35 @@ def watch_link(connection: socket.socket) -> None:
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
-    """Listen on a free port: of every address of this machine, IPv4 and IPv6, if ``host`` is empty."""
+    """A socket on a free port; with an empty ``host`` on every address of this machine, IPv4 and IPv6."""
     if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # switched off
+        with contextlib.suppress(OSError):  # IPv6 is switched off
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server((host, 0), backlog=backlog)
 
 
-def to_line(*message: Any) -> bytes:
+def encode_message(*message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
 @dataclass
-class _Rank:
-    """The state of a rank; ``heard_at`` and ``moved_at`` are the ticks of its last answer and of its last progress."""
+class _RankState:
+    """The state of a rank; ``answered_at`` and ``progressed_at`` are the ticks of its last answer and progress."""
 
-    heard_at: int
-    moved_at: int
+    answered_at: int
+    progressed_at: int
     heartbeat: dict[str, Any] = field(default_factory=lambda: {"count": 0, "phase": "starting", "update": 0})
-    lost: str | None = None  # "", or the error with which it ended
+    end_error: str | None = None  # of a lost rank: the error with which it ended, "" if unknown
     has_left: bool = False
 
     @property
-    def place(self) -> str:
-        return f"at update {self.heartbeat['update']}" + (
-            f" ({self.heartbeat['phase']})" if self.heartbeat["phase"] else ""
-        )
+    def position(self) -> str:
+        phase = self.heartbeat["phase"]
+        return f"at update {self.heartbeat['update']}{f' ({phase})' if phase else ''}"
 
 
 class HeartbeatMonitor:
-    """Decides which rank a job has lost, or which one holds it up.
+    """Decides which rank is lost, or which one holds up the others.
 
     Args:
         timeout_ticks: How long a rank may make no progress.
@@ -82,45 +82,46 @@ class HeartbeatMonitor:
 
     def __init__(self, world_size: int, timeout_ticks: float) -> None:
         self.now, self._timeout_ticks = 0, timeout_ticks
-        self._ranks = [_Rank(0, 0) for _ in range(world_size)]
+        self._ranks = [_RankState(0, 0) for _ in range(world_size)]
         self._announced_phases: set[str] = set()
 
     def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
         """Record a heartbeat: what a rank is doing, and how many phases it has begun (``count``)."""
         state = self._ranks[rank]
         if state.heartbeat["count"] != heartbeat["count"]:
-            state.moved_at = self.now
-        state.heartbeat, state.heard_at = heartbeat, self.now
+            state.progressed_at = self.now
+        state.heartbeat, state.answered_at = heartbeat, self.now
 
-    def leave(self, rank: int) -> None:
+    def mark_left(self, rank: int) -> None:
         """Record that a rank ends on purpose: it is done, or all end together, or another rank has failed."""
         self._ranks[rank].has_left = True
 
-    def lose(self, rank: int, error: str = "", update: int = 0) -> None:
+    def mark_lost(self, rank: int, error: str = "", update: int = 0) -> None:
         """Record that a rank has ended, with its own ``error`` or without one, when the root was at ``update``. The
-        rank was as far, because no update is made without it; its last message, up to a tick old, may be of an earlier
-        update."""
+        rank was at this update too, because all ranks make an update together; its last heartbeat, up to a tick old,
+        may be of an earlier one."""
         state = self._ranks[rank]
-        if not state.has_left and state.lost is None:
-            state.lost = error
+        if not state.has_left and state.end_error is None:
+            state.end_error = error
             if update > state.heartbeat["update"]:
                 state.heartbeat = {**state.heartbeat, "update": update, "phase": ""}
 
     def tick(self, is_asked_to_end: bool = False) -> str | None:
-        """The verdict, or None. Ranks whose connections end within the same tick are reported together."""
+        """Count a tick. Returns the verdict, a line on why the job must end, or None. Ranks whose connections end
+        within the same tick are in one verdict."""
         self.now += 1
-        if any(state.lost is not None for state in self._ranks):
-            return self._name_ranks("lost contact with ", lambda state: state.lost is not None)
+        if any(state.end_error is not None for state in self._ranks):
+            return self._name_ranks("lost contact with ", lambda state: state.end_error is not None)
         if is_asked_to_end and any(map(self._lacks_data, self._ranks)):
             return self._name_ranks(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
-        # Without a request to end, a silent rank may not be needed now, as while the root saves.
+        # Without a request to end, nobody may be waiting for a silent rank, as while the root saves.
         if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._is_waiting, self._ranks)):
             return self._name_ranks("no sign of life from ", self._is_silent)
         return self._find_stalled()
 
     def waiting_text(self) -> str | None:
-        """A line that names ranks for which others have waited 10 s in a collective; once for each phase of these
-        ranks."""
+        """A line that names the ranks for which others have waited 10 s in a collective; None if there are none, or
+        their phases were named before."""
         waiting_count = sum(map(self._is_waiting, self._ranks))
         busy = [state for state in self._ranks if not state.has_left and not state.heartbeat.get("collective")]
         phases = {state.heartbeat["phase"] for state in busy}
@@ -131,34 +132,33 @@ class HeartbeatMonitor:
         prefix = f"{waiting_count} {verb} waited for {SILENT_TICKS * TICK_SECONDS:g} s for "
         return self._name_ranks(prefix, lambda state: state in busy)
 
-    def _name_ranks(self, prefix: str, is_named: Any) -> str:
+    def _name_ranks(self, prefix: str, is_named: Callable[[_RankState], bool]) -> str:
         return prefix + _join_first(
-            f"rank {rank} {state.place}{': ' if state.lost else ''}{state.lost or ''}"
+            f"rank {rank} {state.position}{': ' if state.end_error else ''}{state.end_error or ''}"
             for rank, state in enumerate(self._ranks)
             if is_named(state)
         )
 
-    def _is_silent(self, state: _Rank, ticks: int = SILENT_TICKS) -> bool:
-        return not state.has_left and self.now - state.heard_at > ticks
+    def _is_silent(self, state: _RankState, ticks: int = SILENT_TICKS) -> bool:
+        return not state.has_left and self.now - state.answered_at > ticks
 
-    def _lacks_data(self, state: _Rank) -> bool:
-        """Whether a rank has waited long for its loader processes, which may hang and keep it from saving."""
-        return not state.has_left and bool(state.heartbeat.get("loads")) and self.now - state.moved_at > _LOADING_TICKS
+    def _is_stalled(self, state: _RankState, ticks: float) -> bool:
+        return not state.has_left and self.now - state.progressed_at > ticks
 
-    def _is_waiting(self, state: _Rank) -> bool:
-        """Whether a rank that answers has made no progress in a collective."""
-        is_there = not state.has_left and not self._is_silent(state)
-        return is_there and bool(state.heartbeat.get("collective")) and self.now - state.moved_at > SILENT_TICKS
+    def _lacks_data(self, state: _RankState) -> bool:
+        """Whether a rank has waited long for its loader processes, which may hang; then it cannot save."""
+        return bool(state.heartbeat.get("loads")) and self._is_stalled(state, _LOADING_TICKS)
+
+    def _is_waiting(self, state: _RankState) -> bool:
+        """Whether a rank answers, but has waited long in a collective."""
+        is_in_collective = bool(state.heartbeat.get("collective"))
+        return is_in_collective and self._is_stalled(state, SILENT_TICKS) and not self._is_silent(state)
 
     def _find_stalled(self) -> str | None:
-        """Which ranks made no progress for the whole timeout and hold up the others."""
-        stalled = [
-            rank
-            for rank, state in enumerate(self._ranks)
-            if not state.has_left and self.now - state.moved_at > self._timeout_ticks
-        ]
+        """A verdict on the ranks that made no progress for the whole timeout and hold up the others, or None."""
+        stalled = [rank for rank, state in enumerate(self._ranks) if self._is_stalled(state, self._timeout_ticks)]
         silent = [rank for rank in stalled if self._is_silent(self._ranks[rank], _NO_ANSWER_TICKS)]
-        # A rank that waits for others in a collective is not to blame while a rank outside a collective stands still.
+        # A rank that waits in a collective is not the cause while another rank is stalled outside of collectives.
         busy = [rank for rank in stalled if not self._ranks[rank].heartbeat.get("collective")]
         culprits = silent or busy
         if not culprits and len(stalled) == len(self._ranks):
@@ -180,27 +180,28 @@ def _join_first(descriptions: Iterable[str]) -> str:
 
 
 @dataclass
-class _Member:
-    """A connection to a process; its rank is -1 until it has sent it."""
+class _Peer:
+    """A process that has connected; its rank is -1 until it has sent it."""
 
     connection: socket.socket
     rank: int = -1
-    text: bytes = b""
-    ticks: int = 0  # in which its rank was not known
-    is_beat_pending: bool = False  # asked and not answered yet: a stopped process gets no second question
+    unread: bytes = b""  # the beginning of a line whose end has not come
+    unidentified_ticks: int = 0
+    is_beat_pending: bool = False  # requested and not answered: a stopped process gets no second request
 
     def send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
             self.connection.send(line)
 
 
-class Liveness:
-    """Runs in a thread of the root. ``port`` and ``token`` are what a process needs to connect; ``update`` returns the
-    number of the root's present update.
+class HeartbeatServer:
+    """A thread of the root that receives the heartbeats and sends the monitor's verdict. A process needs ``port`` and
+    ``token`` to connect; ``update`` returns the number of the root's present update.
 
-    A process sends ["here", token, rank] first; then ["beat", heartbeat] as the answer to ["beat"]; ["met"] when it has
-    entered a barrier, which all get when all have entered it; and at its end ["left"] or ["failed", error]. ["end",
-    verdict] tells it why the job ends, ["left"] that the root has left on purpose.
+    Messages are lines of JSON. A process first sends ["here", token, rank]. It answers each ["beat"] with ["beat",
+    heartbeat]. When it enters a barrier it sends ["met"], and when all have entered, all receive ["met"]. At its end it
+    sends ["left"] or ["failed", error]. It receives ["end", verdict] if the job must end, and ["left"] when the root
+    has left on purpose.
     """
 
     def __init__(self, host: str, world_size: int, timeout_ticks: float, update: Callable[[], int] = lambda: 0) -> None:
@@ -208,7 +209,7 @@ class Liveness:
         self._world_size, self._monitor = world_size, HeartbeatMonitor(world_size, timeout_ticks)
         self._listener = _listen(host, world_size)
         self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
-        self._members: list[_Member] = []
+        self._peers: list[_Peer] = []
         self._barrier_arrivals, self._verdict = 0, ""
         self._is_asked_to_end = self._is_stopping = False
         self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -217,21 +218,23 @@ class Liveness:
             sock.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._read_signals)
         self._resume_accepting()
-        os.register_at_fork(after_in_child=self._close_in_child)
-        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        # Close the copies in a forked process, such as a loader's worker: the connections must end with the root.
+        os.register_at_fork(after_in_child=self._close)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
-    def hear_signal(self, number: int) -> None:
-        """A signal has reached the root: called by a thread, because the main one may hang in a collective."""
+    def notify_signal(self, number: int) -> None:
+        """Record that a signal has reached the root. Called by a thread, because the main one may hang in a
+        collective."""
         with contextlib.suppress(OSError):
             self._wake_sender.send(bytes([number]))
 
     def stop(self) -> None:
-        """Let the others know that the root leaves, and end the thread."""
+        """Tell the other processes that the root leaves, and end the thread."""
         if self._is_stopping:
             return
         self._is_stopping = True
-        with contextlib.suppress(OSError):  # the thread may notice by itself, and close the socket
+        with contextlib.suppress(OSError):  # the thread may have closed the socket
             self._wake_sender.send(b"\0")
         self._thread.join(timeout=2 * TICK_SECONDS)
 
@@ -250,12 +253,8 @@ class Liveness:
         self._close()
 
     def _close(self) -> None:
-        for sock in (self._listener, self._wake_sender, self._wake_receiver, *(m.connection for m in self._members)):
+        for sock in (self._listener, self._wake_sender, self._wake_receiver, *(m.connection for m in self._peers)):
             sock.close()
-
-    def _close_in_child(self) -> None:
-        """Close the copies of a forked process, such as a loader's worker: the connections must end with the root."""
-        self._close()
 
     def _poll(self, seconds: float) -> bool:
         """Handle the events of the next seconds; False if there were none."""
@@ -265,31 +264,31 @@ class Liveness:
         return bool(events)
 
     def _tick(self) -> None:
-        for member in list(self._members):
-            if member.rank < 0:
-                member.ticks += 1
-                if member.ticks > _UNIDENTIFIED_TICKS:
-                    self._drop(member)
-            elif not member.is_beat_pending:
-                member.is_beat_pending = True
-                member.send(to_line("beat"))
+        for peer in list(self._peers):
+            if peer.rank < 0:
+                peer.unidentified_ticks += 1
+                if peer.unidentified_ticks > _UNIDENTIFIED_TICKS:
+                    self._drop(peer)
+            elif not peer.is_beat_pending:
+                peer.is_beat_pending = True
+                peer.send(encode_message("beat"))
         self._resume_accepting()
         if not self._verdict and (verdict := self._monitor.tick(self._is_asked_to_end)):
             self._verdict = verdict
             self._send_all("end", verdict)
-        elif not self._verdict and (wait := self._monitor.waiting_text()):
-            tell(wait)
+        elif not self._verdict and (waiting_text := self._monitor.waiting_text()):
+            say(waiting_text, unbuffered=True)
 
     def _send_all(self, *message: Any) -> None:
-        for member in self._members:
-            if member.rank >= 0:
-                member.send(to_line(*message))
+        for peer in self._peers:
+            if peer.rank >= 0:
+                peer.send(encode_message(*message))
 
     def _read_signals(self) -> None:
-        self._is_asked_to_end |= any(number in _ASK_TO_END for number in self._wake_receiver.recv(4096))
+        self._is_asked_to_end |= any(number in _STOP_SIGNALS for number in self._wake_receiver.recv(4096))
 
     def _resume_accepting(self) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # registered already; closed, because all are connected
+        with contextlib.suppress(KeyError, ValueError):  # registered already, or closed because all are connected
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _pause_accepting(self) -> None:
@@ -299,55 +298,55 @@ class Liveness:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # such as too many open files, which select would report again at once: wait for a tick
+        except OSError:  # such as too many open files: select would report it again at once, so wait for a tick
             return self._pause_accepting()
         with contextlib.suppress(OSError):
             connection.setblocking(False)
-            watch_link(connection)
-            self._members.append(member := _Member(connection))
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(member))
+            enable_keepalive(connection)
+            self._peers.append(peer := _Peer(connection))
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
         return None
 
-    def _read(self, member: _Member) -> None:
+    def _read(self, peer: _Peer) -> None:
         try:
-            received = member.connection.recv(_LONGEST_LINE)
+            received = peer.connection.recv(_LONGEST_LINE)
         except BlockingIOError:
             return
         except OSError:
             received = b""
-        *lines, member.text = (member.text + received).split(b"\n")
+        *lines, peer.unread = (peer.unread + received).split(b"\n")
         try:
             for line in lines:
-                self._handle_message(member, *json.loads(line))
-        except Exception:  # not a process of this job: its bytes must not end this thread
+                self._handle_message(peer, *json.loads(line))
+        except Exception:  # from a process of another job: its bytes must not end this thread
             received = b""
-        if not received or len(member.text) > _LONGEST_LINE:
-            self._drop(member)
+        if not received or len(peer.unread) > _LONGEST_LINE:
+            self._drop(peer)
 
-    def _drop(self, member: _Member) -> None:
-        self._selector.unregister(member.connection)
-        member.connection.close()
-        self._members.remove(member)
-        if member.rank >= 0:
-            self._monitor.lose(member.rank, "", self._update())
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._peers.remove(peer)
+        if peer.rank >= 0:
+            self._monitor.mark_lost(peer.rank, "", self._update())
 
-    def _handle_message(self, member: _Member, kind: str, *values: Any) -> None:
-        if member.rank < 0:
+    def _handle_message(self, peer: _Peer, kind: str, *values: Any) -> None:
+        if peer.rank < 0:
             token, rank = values
             if kind != "here" or token != self.token or rank not in range(self._world_size):
                 raise ValueError(kind)
-            member.rank = int(rank)
-            if {other.rank for other in self._members} >= set(range(self._world_size)):
+            peer.rank = int(rank)
+            if {other.rank for other in self._peers} >= set(range(self._world_size)):
                 self._pause_accepting()
                 self._listener.close()
         elif kind == "beat":
-            member.is_beat_pending = False
-            self._monitor.record(member.rank, *values)
+            peer.is_beat_pending = False
+            self._monitor.record(peer.rank, *values)
         elif kind == "met":
             self._barrier_arrivals += 1
             if self._barrier_arrivals % self._world_size == 0:
                 self._send_all("met")
         elif kind == "left":
-            self._monitor.leave(member.rank)
+            self._monitor.mark_left(peer.rank)
         elif kind == "failed":
-            self._monitor.lose(member.rank, values[0], self._update())
+            self._monitor.mark_lost(peer.rank, values[0], self._update())

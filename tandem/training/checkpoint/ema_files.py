@@ -1,4 +1,4 @@
-"""The averages of a run's weights at all its saves, from which an average of another length can be made later."""
+"""Files of the averaged weights at each save, from which averages of other lengths can be computed (post-hoc EMA)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.io.reading import READ_ERRORS, error_text, parse_json
+from tandem.io.renamed import rename_weights
 from tandem.io.writing import delete, replacing, sync
 from tandem.training.power_function import Profile, coefficients, exponent_of
 
@@ -25,10 +26,10 @@ _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, SafetensorError)
 _HEADER = "average"
 
 
-class AverageFiles:
-    """Files `step_00000100_ema_0.05.safetensors`: update, part of the checkpoint, and length of the average. They hold
-    its fp32 weights and, in the header, the number of averaged updates, for a cascade that of each Unet. Newer files do
-    not replace older ones.
+class EMAFiles:
+    """Files such as `step_00000100_ema_0.05.safetensors`, named by update, part of the checkpoint, and length of the
+    average. Each holds fp32 weights and, in its header, the number of averaged updates, of a cascade for each Unet.
+    Newer files do not replace older ones.
 
     Args:
         folder: Holds the files; the first write creates it.
@@ -42,7 +43,7 @@ class AverageFiles:
 
         Args:
             tensors: All tensors of the checkpoint by part and name, on the CPU; only averages are written.
-            states: JSON values of the parts; averages are in the states of `training.ema.Average` with "powers".
+            states: JSON values of the parts; averages are in the states of `training.ema.WeightAverages` with "powers".
         """
         for part, state in states.items():
             counts = state.get("updates")
@@ -60,18 +61,18 @@ class AverageFiles:
             sync(self.folder)
 
     def cut_back(self, step: int) -> list[str]:
-        """Delete the files of updates after `step`, which a run that resumes there writes again, and files that a
-        killed run left unfinished. Returns a line for each file that could not be deleted."""
+        """Delete the files of updates after `step`, from which the run resumes, and unfinished files of a killed run.
+        Returns a line for each file that could not be deleted."""
         errors = []
         for path in self.folder.glob("*"):
             match = _NAME.fullmatch(path.name)
-            is_unwanted = path.name.endswith(_UNFINISHED) or (match and int(match[1]) > step)
-            if is_unwanted and (reason := delete(path)):
+            is_obsolete = path.name.endswith(_UNFINISHED) or (match and int(match[1]) > step)
+            if is_obsolete and (reason := delete(path)):
                 errors.append(f"cannot delete {path}: {reason}")
         return errors
 
     def newest(self, part: str) -> dict[str, Tensor]:
-        """The weights of an average at the last save.
+        """The weights of the newest file of a part.
 
         Raises:
             ValueError: one line, if there is none or it is damaged.
@@ -97,27 +98,29 @@ class AverageFiles:
         files, exponent = self._list_files(part), exponent_of(length)
         last, distance = files[-1], 0.0
         newest_only = [0.0] * (len(files) - 1) + [1.0]
-        prefix_shares: dict[str, list[float]] = {}  # the share of each file, by prefix of the names
+        by_prefix: dict[str, list[float]] = {}  # the coefficients of all files, by prefix of the weights' names
         for prefix, updates in last.updates.items():
             indices = [index for index, file in enumerate(files) if file.updates[prefix]]
-            prefix_shares[prefix] = [0.0] * len(files) if indices else newest_only
+            by_prefix[prefix] = [0.0] * len(files) if indices else newest_only
             if indices:
                 profiles = [Profile(files[index].updates[prefix], files[index].exponent) for index in indices]
-                factors, error = coefficients(profiles, Profile(updates, exponent))
+                values, error = coefficients(profiles, Profile(updates, exponent))
                 distance = max(distance, error)
-                for index, share in zip(indices, factors.tolist(), strict=True):
-                    prefix_shares[prefix][index] = share
-        shares = {name: next((s for p, s in prefix_shares.items() if name.startswith(p)), newest_only) for name in like}
+                for index, value in zip(indices, values.tolist(), strict=True):
+                    by_prefix[prefix][index] = value
+        by_name = {
+            name: next((c for prefix, c in by_prefix.items() if name.startswith(prefix)), newest_only) for name in like
+        }
         sums: dict[str, Tensor] = {}
         for index, file in enumerate(files):
-            if not any(file_shares[index] for file_shares in shares.values()):
+            if not any(file_coefficients[index] for file_coefficients in by_name.values()):
                 continue
             weights = _read(file.path)
             for name, tensor in like.items():
                 if name not in weights or weights[name].shape != tensor.shape:
                     raise ValueError(f"{file.path} holds an average of another model: see its {name}")
-                if share := shares[name][index]:
-                    term = weights[name].double() * share
+                if coefficient := by_name[name][index]:
+                    term = weights[name].double() * coefficient
                     sums[name] = sums[name] + term if name in sums else term
         return {name: total.float() for name, total in sums.items()}, max(last.updates.values()), distance
 
@@ -142,7 +145,7 @@ class AverageFiles:
 
 
 class _AverageFile(NamedTuple):
-    """A file, the exponent of its profile, and the updates that it averages, by prefix of the weights' names."""
+    """A file, the exponent of its profile, and the number of updates that it averages, by prefix of weights' names."""
 
     path: Path
     exponent: float
@@ -161,7 +164,7 @@ def _open_average(path: Path) -> _AverageFile:
 
 def _read(path: Path) -> dict[str, Tensor]:
     with _one_line_errors(path):
-        return load_file(path)
+        return rename_weights(load_file(path))
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.distributed.engines import parts as parts_module
-from tandem.distributed.engines.parts import OrderedSum
+from tandem.distributed.engines import ordered_sum as ordered_sum_module
+from tandem.distributed.engines.ordered_sum import OrderedSum
 from tests.processes import Process, on_processes, python
 
 
@@ -48,8 +48,8 @@ def added_in_the_order_that_the_module_promises(parts: list[Tensor]) -> Tensor:
 def test_parts_are_added_in_one_order_on_any_number_of_ranks(
     n_parts: int, world_size: int, n_calls: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_module, "BUCKET_BYTES", bucket_bytes)
-    monkeypatch.setattr(parts_module, "GATHERED_BYTES", limit := 500 * (1 + n_calls))
+    monkeypatch.setattr(ordered_sum_module, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(ordered_sum_module, "GATHERED_BYTES", limit := 500 * (1 + n_calls))
     here = n_parts // world_size
 
     def work(process: Process) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_fidelity.metric_isc import isc_features_to_metric
 
-from tandem.training.metrics.exact import Features
+from tandem.training.metrics.feature_statistics import FeatureStatistics
 from tandem.training.metrics.fid import FrechetStatistics
 
 DIM = 6
@@ -30,8 +30,8 @@ def samples() -> Tensor:
     return torch.randn(50, DIM, generator=torch.Generator().manual_seed(0)).exp()
 
 
-def sums(*parts: Tensor) -> Features:
-    features = Features(Network(), DIM)
+def sums(*parts: Tensor) -> FeatureStatistics:
+    features = FeatureStatistics(Network(), DIM)
     for part in parts:
         features.add(part)
     return features
@@ -58,7 +58,7 @@ def test_values_are_those_without_the_grid() -> None:
 
 
 def test_a_network_without_classes_gives_no_score() -> None:
-    features = Features(lambda samples: samples, DIM)
+    features = FeatureStatistics(lambda samples: samples, DIM)
     features.add(samples())
     assert features.result()[1] == {}
     with pytest.raises(ValueError, match="at least 2"):

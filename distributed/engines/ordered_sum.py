@@ -1,11 +1,11 @@
-"""Gradients of one model, kept apart by part of the batch and added in an order that depends on the parts alone.
+"""The gradients of each part of the batch, added in an order that does not depend on the number of processes.
 
 ``--batch_parts N`` cuts each update's batch into N equal parts, on any number of processes. The rounding of an fp32 sum
 depends on the order of its additions, so the order is fixed: neighbours are added in pairs, the pairs in pairs, and so
-on while their number is even; the remaining sums are added from the left. A process holds consecutive parts and adds
-those of its own; then the processes gather these sums and each of them makes the remaining additions. Every addition is
-the same on any number of processes, and so are the bits of the result. (Sums in fp64 would not be independent of the
-order: they are inexact where parts differ in size by more than 2^29, or cancel.)
+on while their number is even; the remaining sums are added from the left. A process computes consecutive parts and adds
+these; then the processes gather the sums, and each of them makes the remaining additions. Every addition is the same on
+any number of processes, and so are the bits of the result. (Sums in fp64 would depend on the order: they are inexact
+where parts differ in size by more than 2^29, or cancel.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.distributed.collectives import Communicator
 
 from .reducer import BUCKET_BYTES, padded_size, split_by_size, view_like
 
-GATHERED_BYTES = 4 * BUCKET_BYTES  # at most, at a time
+GATHERED_BYTES = 4 * BUCKET_BYTES  # at most, of the sums that are gathered at a time
 
 
 class OrderedSum:
@@ -33,7 +33,7 @@ class OrderedSum:
 
     def __init__(self, parameters: list[nn.Parameter], comm: Communicator, parts: int) -> None:
         self.parameters, self._comm = parameters, comm
-        self._buckets: list[Tensor] = []  # each of shape (parts, numbers)
+        self._buckets: list[Tensor] = []  # each (parts, elements)
         self._views: dict[nn.Parameter, list[Tensor]] = {}
         for group in split_by_size(reversed(parameters), BUCKET_BYTES):
             sizes = [padded_size(parameter) for parameter in group]
@@ -49,7 +49,7 @@ class OrderedSum:
 
     @property
     def by_parameter(self) -> dict[nn.Parameter, Tensor]:
-        """The numbers of ``gradients``, as views in the parameters' shapes."""
+        """Views of ``gradients`` in the shapes of the parameters."""
         return {parameter: views[0] for parameter, views in self._views.items()}
 
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
@@ -75,7 +75,7 @@ class OrderedSum:
                 columns[0].copy_(sum(sums[1:], start=sums[0]))
 
     def _columns_at_once(self, bucket: Tensor) -> int:
-        """How many numbers of each part to add at a time: gathered sums take more memory with more processes."""
+        """How many elements of each part to add at a time: gathered sums take more memory with more processes."""
         sums_per_process = len(bucket) // (len(bucket) & -len(bucket))  # the length of _add_pairs(local parts)
         column_bytes = self._comm.world_size * sums_per_process * bucket.element_size()
         return max(GATHERED_BYTES // column_bytes, 1)

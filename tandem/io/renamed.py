@@ -1,0 +1,47 @@
+"""Names of settings and weights in the files of earlier versions, which this version reads. Each former name is here
+and nowhere else: a model folder, a checkpoint, a run folder, a config file and the command line all ask this table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+def logarithm(value: Any) -> float:
+    """The natural logarithm of a value of JSON. Raises ValueError, in one line, if it is no positive number."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{str(value)[:40]} is no number above 0")
+    return math.log(value)
+
+
+#: Former name of a setting (flag and constructor argument) -> its name, and the function that converts its value.
+SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "init_temperature": ("init_logit_scale", logarithm),
+    "centred": ("normalize_input", lambda value: value),
+}
+#: Former name of a weight or a buffer in a state dict -> its name.
+WEIGHTS = {"tau": "logit_scale", "quantizer.moments": "quantizer.latent_stats"}
+
+
+def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under their present names, also those inside of mappings among them. A present name takes
+    precedence over a former one. Raises ValueError, in one line, for a value that cannot be converted."""
+    renamed: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            renamed[name] = rename_settings(value) if isinstance(value, Mapping) else value
+            continue
+        present_name, convert = SETTINGS[name]
+        try:
+            renamed.setdefault(present_name, convert(value))
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    return renamed
+
+
+def rename_weights(weights: Mapping[str, Value]) -> dict[str, Value]:
+    """The weights of a state dict under their present names."""
+    return {WEIGHTS.get(name, name): weight for name, weight in weights.items()}
