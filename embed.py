@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 
     from tandem.data.decoding.sounds import ClipDecoder
     from tandem.data.fields import SampleDataset
+    from tandem.distributed import ProcessGroup
 _AUDIO_ONLY = given("audio", "PATH")
 _QUERY = Requirement("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
@@ -121,7 +122,7 @@ class Embedder(NamedTuple):
     embed_text: Callable[[str], Tensor]
 
 
-def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> Embedder:
+def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision: str) -> Embedder:
     """The MuLaN at a path or name. Raises ValueError, in one line, if there is none or the memory does not suffice for
     a batch."""
     import torch
@@ -134,14 +135,14 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
 
     model, about, file = open_model(path, "MuLaN")
     require_room(f"a batch of {batch_size} clips", batch_size, model.clip_elements)
-    model.to(backend.device)
+    model.to(processes.device)
     config = model.config
 
     @torch.no_grad()
     def embed_clips(waveforms: Tensor) -> Tensor:
-        backend.heartbeat("embedding")
-        with backend.autocast():
-            return model.encode_audio(to_device(waveforms, backend.device)).float()
+        processes.heartbeat("embedding")
+        with distributed.autocast(precision, processes.device):
+            return model.encode_audio(to_device(waveforms, processes.device)).float()
 
     @torch.no_grad()
     def embed_text(text: str) -> Tensor:
@@ -154,8 +155,8 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
                 f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
             )
         tokens, lengths = tokenizer.encode([text])
-        tokens = tokens[:, : lengths[0]].to(backend.device)
-        return model.encode_text(tokens, torch.tensor(lengths, device=backend.device))[0].float().cpu()
+        tokens = tokens[:, : lengths[0]].to(processes.device)
+        return model.encode_text(tokens, torch.tensor(lengths, device=processes.device))[0].float().cpu()
 
     decoder = ClipDecoder(config["sample_rate"], model.clip_samples)
     return Embedder(about, config["dim_latent"], decoder, embed_clips, embed_text)
@@ -178,7 +179,7 @@ def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any
     return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
 
 
-def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Callable[[str], None]) -> None:
+def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[[str], None]) -> None:
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     import numpy as np
 
@@ -189,10 +190,10 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     from tandem.data.stores.output import OutputFolder, names_sha256
     from tandem.data.stores.shards import EncodedShard, ShardWriter
 
-    fetch_model(args.model, backend)
-    with backend.raise_on_all_ranks():
-        embedder = open_embedder(args.model, args.batch_size, backend)
-        backend.heartbeat("listing the samples", is_uninterrupted=True)
+    fetch_model(args.model, processes)
+    with processes.raise_on_all_ranks():
+        embedder = open_embedder(args.model, args.batch_size, processes, args.precision)
+        processes.heartbeat("listing the samples", is_uninterrupted=True)
         sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
@@ -201,17 +202,17 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
         say(sounds.skipped)
     settings = {
         "task": "embed", **embedder.about, "dim": embedder.dim, "max_clips": args.max_clips,
-        "batch_size": args.batch_size, **kernel_settings(args, backend),
+        "batch_size": args.batch_size, **kernel_settings(args, processes),
         "files": len(names), "names_sha256": names_sha256([*names, *parts]),
         "files_per_shard": args.files_per_shard,
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=say)
     empty = np.zeros((0, embedder.dim), np.float32)
     shards = ShardWriter(output, EMBEDDINGS, empty, names, args.files_per_shard)
 
     def compute_embeddings(shard_items: Sequence[range]) -> Iterator[EncodedShard]:
         options = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
-        options["waiting"] = backend.waiting_for_workers
+        options["waiting"] = processes.waiting_for_workers
         load = functools.partial(load_clips, sounds)
         for encoded in encode_batches(load, sounds.describe, shard_items, embedder.embed_clips, **options):
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
@@ -238,20 +239,20 @@ def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor
     return None
 
 
-def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
+def search(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
     from tandem.data.stores.embeddings import QueryResult, StoredEmbeddings, read_queries
     from tandem.data.stores.encoding import encode_in_batches
 
-    fetch_model(args.model, backend)
-    with backend.raise_on_all_ranks():
-        if backend.is_root:
+    fetch_model(args.model, processes)
+    with processes.raise_on_all_ranks():
+        if processes.is_root:
             queries, stored = read_queries(args.query or [], args.query_file), StoredEmbeddings(args.index)
             # Embed a sound with the settings of the index, so that a sound in the index has the cosine 1.
             batch_size, max_clips = stored.index["batch_size"], stored.index["max_clips"]
-            embedder = open_embedder(args.model, batch_size, backend)
+            embedder = open_embedder(args.model, batch_size, processes, args.precision)
             if not embedder.about.items() <= stored.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
 
@@ -261,17 +262,17 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 return unit_means([encode_in_batches(clips, embedder.embed_clips, batch_size)])[0]
 
             vectors = torch.stack([embed(query) for query in queries])
-            matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.heartbeat("searching"))
+            matches = stored.nearest(vectors.numpy(), args.top_k, lambda: processes.heartbeat("searching"))
             for answer in map(QueryResult, queries, matches):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 
-def run(args: argparse.Namespace, backend: distributed.Backend) -> None:
+def run(args: argparse.Namespace, processes: ProcessGroup) -> None:
     if args.audio:
         stream = sys.stderr if args.json else sys.stdout  # --json keeps stdout for data only
-        make_index(args, backend, functools.partial(backend.say, file=stream))
+        make_index(args, processes, functools.partial(processes.say, file=stream))
     if _QUERY.is_met(args):
-        search(args, backend)
+        search(args, processes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.fields import SampleDataset
     from tandem.data.stores.codes import StoredCodes
     from tandem.data.stores.shards import Encode, ShardWriter
+    from tandem.distributed import ProcessGroup
     from tandem.models import VideoTokenizer
 
 DEMO_FRAMES = 41  # of a demonstration clip
@@ -184,15 +185,15 @@ def build_parser() -> ArgumentParser:
 
 
 def run_model(
-    backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
+    processes: ProcessGroup, precision: str, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
     """The output of a method of the model for valid inputs, whose range is not checked, in the precision of the run."""
     from tandem.devices import to_device
     from tandem.models.layers.convolutional import without_range_checks
 
-    backend.heartbeat(doing)
-    with backend.autocast(), without_range_checks():
-        return method(to_device(values, backend.device), *state)
+    processes.heartbeat(doing)
+    with distributed.autocast(precision, processes.device), without_range_checks():
+        return method(to_device(values, processes.device), *state)
 
 
 class ImageCoder:
@@ -208,13 +209,13 @@ class ImageCoder:
 
     kind, ending, frames_per_code = "images", ".png", None
 
-    def __init__(self, model: Any, args: argparse.Namespace, backend: distributed.Backend) -> None:
+    def __init__(self, model: Any, args: argparse.Namespace, processes: ProcessGroup) -> None:
         from tandem.data.stores.codes import StoredCodes
         from tandem.data.stores.latents import LatentWriter, StoredLatents
         from tandem.data.stores.shards import ShardWriter
         from tandem.training.noise import Noise
 
-        self._model, self._args, self._backend = model, args, backend
+        self._model, self._args, self._processes = model, args, processes
         self.settings: dict[str, Any] = {"batch_size": args.batch_size}
         self.stored: type[StoredCodes] = StoredCodes
         self.writer: Callable[..., ShardWriter] = ShardWriter
@@ -228,12 +229,14 @@ class ImageCoder:
         from tandem.data.feed import to_unit_range
         from tandem.devices import to_device
 
-        model, backend = self._model, self._backend
-        values = to_unit_range(to_device(images, backend.device))
+        model, processes = self._model, self._processes
+        values = to_unit_range(to_device(images, processes.device))
         if model.num_codes:
-            return run_model(backend, "encoding", model.encode, values)
+            return run_model(processes, self._args.precision, "encoding", model.encode, values)
         views = [values, values.flip(-1)][: 1 + self._args.with_flip]
-        return torch.stack([run_model(backend, "encoding", model.posterior, view) for view in views], 1)
+        return torch.stack(
+            [run_model(processes, self._args.precision, "encoding", model.posterior, view) for view in views], 1
+        )
 
     def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
         """For images of this side, the shape of a row ([h', w'] of codes, (v, 2 d, h', w') of latents), the samples,
@@ -257,14 +260,14 @@ class ImageCoder:
         images = open_labelled(args.image_folder, is_needed=needs_label, image_size=side, channels=model.channels)
         load = functools.partial(load_image, images)
         options = {"batch_size": batch_size, "per_request": batch_size, "num_workers": args.num_workers}
-        options["waiting"] = self._backend.waiting_for_workers
+        options["waiting"] = self._processes.waiting_for_workers
         return grid, images, lambda shards: encode_batches(load, images.describe, shards, self._encode, **options)
 
     def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
         """Decode a shard, and write its files."""
         from tandem.data.stores.codes import decode_images
 
-        decode = functools.partial(run_model, self._backend, "decoding", self._model.decode)
+        decode = functools.partial(run_model, self._processes, self._args.precision, "decoding", self._model.decode)
         threads = max(1, self._args.num_workers)
         decode_images(codes, shard, paths, decode=decode, batch_size=self._args.batch_size, num_threads=threads)
 
@@ -280,7 +283,7 @@ class VideoCoder:
 
     kind = "videos"
 
-    def __init__(self, model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> None:
+    def __init__(self, model: VideoTokenizer, args: argparse.Namespace, processes: ProcessGroup) -> None:
         from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes
         from tandem.data.stores.shards import ShardWriter
         from tandem.io.installed import missing_package
@@ -288,7 +291,7 @@ class VideoCoder:
 
         if args.format == "mp4" and not can_write_mp4():
             raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
-        self._model, self._args, self._backend = model, args, backend
+        self._model, self._args, self._processes = model, args, processes
         self.stored, self.writer, self._threads = StoredCodes, ShardWriter, max(1, args.num_workers)
         self.ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
         self.frames_per_code = model.frames_per_code
@@ -302,11 +305,11 @@ class VideoCoder:
         from tandem.devices import to_device
         from tandem.models.layers.video.causal import StreamState
 
-        model, backend, state = self._model, self._backend, StreamState()
+        model, processes, state = self._model, self._processes, StreamState()
 
         def encode(frames: Tensor) -> Tensor:
-            pixels = to_unit_range(to_device(frames, backend.device))[None]
-            return run_model(backend, "encoding", model.encode_next, pixels, state)[0]
+            pixels = to_unit_range(to_device(frames, processes.device))[None]
+            return run_model(processes, self._args.precision, "encoding", model.encode_next, pixels, state)[0]
 
         return encode
 
@@ -314,13 +317,15 @@ class VideoCoder:
         from tandem.models.building import require_room
         from tandem.models.layers.video.causal import StreamState
 
-        model, backend, state = self._model, self._backend, StreamState()
+        model, processes, state = self._model, self._processes, StreamState()
 
         def decode(codes: Tensor) -> Tensor:
             height, width = (side * model.pixels_per_code for side in codes.shape[1:])
             frames = len(codes) * model.frames_per_code
             require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
-            return run_model(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
+            return run_model(processes, self._args.precision, "decoding", model.decode_next, codes[None], state)[
+                0
+            ].transpose(0, 1)
 
         return decode
 
@@ -368,7 +373,7 @@ class VideoCoder:
 
 
 def open_coder(
-    args: argparse.Namespace, backend: distributed.Backend
+    args: argparse.Namespace, processes: ProcessGroup
 ) -> tuple[Any, ImageCoder | VideoCoder, dict[str, Any]]:
     """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
     ValueError, in one line, if there is no such model or it does not take data of the kind of the flags."""
@@ -384,11 +389,11 @@ def open_coder(
     if args.scaled and not (model.num_codes or model.scaling_factor):
         raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
     coder_class = VideoCoder if kind == "videos" else ImageCoder
-    coder = coder_class(model.to(backend.device).requires_grad_(False), args, backend)
-    return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
+    coder = coder_class(model.to(processes.device).requires_grad_(False), args, processes)
+    return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, processes)}
 
 
-def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
+def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
     import numpy as np
     import torch
@@ -400,10 +405,10 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.data.stores.shards import PARTIAL
     from tandem.training.metrics.averages import code_statistics
 
-    fetch_model(args.model, backend)
-    with backend.raise_on_all_ranks():
-        model, coder, model_settings = open_coder(args, backend)
-        backend.heartbeat("listing the samples", is_uninterrupted=True)
+    fetch_model(args.model, processes)
+    with processes.raise_on_all_ranks():
+        model, coder, model_settings = open_coder(args, processes)
+        processes.heartbeat("listing the samples", is_uninterrupted=True)
         side, kind = args.image_size or model.image_size, coder.kind
         grid, samples, compute = coder.open(side)
         empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
@@ -414,7 +419,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         names = [samples.name(index) for index in range(len(samples))]
         parts = time_ranges(samples.source)  # of files, if a manifest states parts
     if samples.skipped:
-        backend.say(samples.skipped)
+        processes.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
         text = f"the square in the middle of each of the {kind} is encoded, at {side} x {side} pixels"
         if args.keep_aspect:
@@ -423,39 +428,41 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         elif kind == "videos":
             text += " (--keep_aspect keeps their shape)"
         sound = "; their sound is left out, and --decode DIR --sound_from PATH adds it again"
-        backend.say(text + sound * (kind == "videos"))
+        processes.say(text + sound * (kind == "videos"))
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **model_settings, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
         **latent_settings, "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
+    output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)
     shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n_new, bad, seconds = shards.fill(compute, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
     location = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
-    backend.say(f"{counted(len(names) - bad, kind[:-1])} {location}")
+    processes.say(f"{counted(len(names) - bad, kind[:-1])} {location}")
     if not model.num_codes:
-        with backend.raise_on_all_ranks():
+        with processes.raise_on_all_ranks():
             stored: Any = coder.stored(output.path)
-            statistics = stored.channels(range(backend.rank, len(shards), backend.world_size))
-        for line in channel_lines({int(k): v for part in backend.gather_objects(statistics) for k, v in part.items()}):
-            backend.say(line)
+            statistics = stored.channels(range(processes.rank, len(shards), processes.world_size))
+        for line in channel_lines(
+            {int(k): v for part in processes.gather_objects(statistics) for k, v in part.items()}
+        ):
+            processes.say(line)
     if kind == "images" and len(names) > bad:
-        with backend.raise_on_all_ranks():
+        with processes.raise_on_all_ranks():
             lines = list(coder.stored(output.path).lines())
-        backend.say(labels_line({line.get("label") for line in lines}))
+        processes.say(labels_line({line.get("label") for line in lines}))
         if partly_read := [line for line in lines if PARTIAL in line]:
             first = f"{partly_read[0]['path']}: {partly_read[0][PARTIAL]}"
-            backend.say(f"read only in part: {counted(len(partly_read), 'image')}, such as {first}")
+            processes.say(f"read only in part: {counted(len(partly_read), 'image')}, such as {first}")
     if args.report and model.num_codes:
-        with backend.raise_on_all_ranks():
-            counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
-        usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
+        with processes.raise_on_all_ranks():
+            counts = coder.stored(output.path).counts(range(processes.rank, len(shards), processes.world_size))
+        usage = code_statistics(processes.sum(torch.from_numpy(counts).to(processes.device)).cpu())
         if n_new:
             speed = f"{counted(n_new, kind[:-1])} in {seconds:.3g} s, {n_new / seconds:.3g} {kind}/s"
-            backend.say(f"{speed}; {counted(bad, 'file')} left out")
-        backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
+            processes.say(f"{speed}; {counted(bad, 'file')} left out")
+        processes.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
 def shares_encoder(name: str, sha256: Any) -> bool:
@@ -470,14 +477,14 @@ def shares_encoder(name: str, sha256: Any) -> bool:
     return False
 
 
-def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
+def decode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Decode a folder of codes or latents to images or videos. Raises AskedToStop after a signal."""
     from tandem.data.stores.codes import decoded_files
     from tandem.data.stores.output import OutputFolder
 
-    fetch_model(args.model, backend)
-    with backend.raise_on_all_ranks():
-        _, coder, model_settings = open_coder(args, backend)
+    fetch_model(args.model, processes)
+    with processes.raise_on_all_ranks():
+        _, coder, model_settings = open_coder(args, processes)
         codes = coder.stored(args.decode)
         sha256 = codes.index.get("weights_sha256")
         if sha256 != model_settings["weights_sha256"] and not shares_encoder(args.model, sha256):
@@ -489,16 +496,16 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
             raise ValueError("--sound_from: some videos are parts of one file, whose sound is that of the whole")
     sound = {"with_sound": True} if args.sound_from else {}
     settings = {"task": "decode", **model_settings, **sound, "index_sha256": codes.sha256}
-    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
+    output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)
     for shard in output.rounds(range(len(files)), "decoded"):
-        with backend.raise_on_all_ranks():
+        with processes.raise_on_all_ranks():
             if shard is not None:
                 coder.write(codes, shard, files[shard])
-    backend.say(f"{counted(sum(map(len, files)), coder.kind[:-1])}: {args.output}")
+    processes.say(f"{counted(sum(map(len, files)), coder.kind[:-1])}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    start_inference(lambda args, backend: (decode if args.decode else encode)(args, backend), build_parser(), argv)
+    start_inference(lambda args, processes: (decode if args.decode else encode)(args, processes), build_parser(), argv)
 
 
 if __name__ == "__main__":

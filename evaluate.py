@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from tandem.data.fields import SampleDataset
+    from tandem.distributed import ProcessGroup
     from tandem.training.metrics.fid import Gaussian
 
 PICTURE_SAMPLES = 6  # samples in the picture
@@ -124,17 +125,17 @@ def build_parser() -> ArgumentParser:
     )  # fmt: skip
 
 
-def reconstruct(model: Any, samples: Tensor, backend: distributed.Backend) -> tuple[Tensor, Tensor]:
+def reconstruct(model: Any, samples: Tensor, processes: ProcessGroup, precision: str) -> tuple[Tensor, Tensor]:
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
     from tandem.models.layers.convolutional import without_range_checks
 
-    backend.heartbeat("reconstructing")
-    with backend.autocast(), without_range_checks():
+    processes.heartbeat("reconstructing")
+    with distributed.autocast(precision, processes.device), without_range_checks():
         codes = model.encode(samples)
         return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
 
 
-def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[str, Any]:
+def open_models(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any]:
     """The models on the device of the run, by the user's names. Sets args.image_size and args.channels. Raises
     ValueError, in one line, if there is no such model or one does not take such samples."""
     import torch
@@ -142,13 +143,13 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
     from tandem.weights.load import open_model
 
     kinds = ("VideoTokenizer",) if args.video_folder else ("DiscreteVAE", "VQGAN", "VideoTokenizer")
-    models = {name: open_model(name, *kinds) for name in args.model}
+    models, device = {name: open_model(name, *kinds) for name in args.model}, processes.device
     first = models[args.model[0]].model
     args.image_size, args.channels = args.image_size or first.image_size, first.channels
     shape = (args.channels, *([args.num_frames] if args.video_folder else []), args.image_size, args.image_size)
     for name, trained in models.items():
         try:
-            reconstruct(trained.model.to(backend.device), torch.zeros(1, *shape, device=backend.device), backend)
+            reconstruct(trained.model.to(device), torch.zeros(1, *shape, device=device), processes, args.precision)
         except ValueError as error:
             raise ValueError(f"{name} takes no such samples: {error}") from None
     return models
@@ -225,7 +226,7 @@ def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 
 def process_batches(
-    samples: SampleDataset, args: argparse.Namespace, backend: distributed.Backend, action: str,
+    samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup, action: str,
     measure: Callable[[Batches], Iterable[None]],
 ) -> None:  # fmt: skip
     """Run the generator `measure(batches of this process)` to its end. The processes exchange errors and signals every
@@ -239,11 +240,11 @@ def process_batches(
     from tandem.devices import to_device
     from tandem.io.exits import AskedToStop
 
-    n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
+    n, rank, world, bad = len(samples), processes.rank, processes.world_size, []
     n_processed, partly_read, example = 0, 0, ""
     requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
     load_request = partial(load_samples, partial(load, samples), samples.describe)
-    loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=backend.waiting_for_workers)
+    loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=processes.waiting_for_workers)
 
     def batches() -> Batches:
         nonlocal n_processed, partly_read, example
@@ -254,34 +255,34 @@ def process_batches(
                 partly_read += 1
                 example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
             if notes:
-                yield to_unit_range(to_device(batch, backend.device)), [note for _, note in notes]
+                yield to_unit_range(to_device(batch, processes.device)), [note for _, note in notes]
 
     steps, has_more, report_time = iter(measure(batches())), True, time.monotonic()
     while True:
-        if backend.stop_requested(now=True):
-            backend.say("asked to stop, with nothing written; the same command starts over")
+        if processes.stop_requested(now=True):
+            processes.say("asked to stop, with nothing written; the same command starts over")
             raise AskedToStop
-        totals = backend.sum({"has more": has_more, "processed": n_processed})
+        totals = processes.sum({"has more": has_more, "processed": n_processed})
         if not totals["has more"]:
             break
         if time.monotonic() > report_time + PROGRESS_SECONDS:
-            backend.say(f"{action} {totals['processed']:.0f} of {n}")
+            processes.say(f"{action} {totals['processed']:.0f} of {n}")
             report_time = time.monotonic()
-        with backend.raise_on_all_ranks():
+        with processes.raise_on_all_ranks():
             end = time.monotonic() + ROUND_SECONDS
             for _ in steps:
-                if time.monotonic() > end or backend.stop.is_requested_here:
+                if time.monotonic() > end or processes.stop.is_requested_here:
                     break
             else:
                 has_more = False
     log = BadSampleLog(n)
-    for sample in log.share(bad, backend.gather_objects):
-        backend.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
-    counts, examples = zip(*backend.gather_objects([partly_read, example]), strict=True)
+    for sample in log.share(bad, processes.gather_objects):
+        processes.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
+    counts, examples = zip(*processes.gather_objects([partly_read, example]), strict=True)
     if any(counts):
         example = next(filter(None, examples))
-        backend.say(f"read only in part: {counted(sum(counts), 'sample')}, such as {example}")
-    with backend.raise_on_all_ranks():
+        processes.say(f"read only in part: {counted(sum(counts), 'sample')}, such as {example}")
+    with processes.raise_on_all_ranks():
         log.check()
         if n - log.count < 2:
             readable = counted(n - log.count, "sample")
@@ -289,7 +290,7 @@ def process_batches(
 
 
 def reference_statistics(
-    key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], backend: distributed.Backend
+    key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], processes: ProcessGroup
 ) -> Gaussian:
     """Mean and covariance of the originals' features, of length `dim`: read from the file that an earlier command with
     this key saved, or computed by `run_pass` over the originals and saved. Collective."""
@@ -306,19 +307,19 @@ def reference_statistics(
         gaussian = Gaussian(**read_state_dict(path))
         if [*map(len, gaussian)] != [dim, dim] or not all(part.isfinite().all() for part in gaussian):
             gaussian = None
-    if all(backend.gather_objects(gaussian is not None)) and gaussian:
-        backend.say(f"the statistics of the originals are those in {path}")
+    if all(processes.gather_objects(gaussian is not None)) and gaussian:
+        processes.say(f"the statistics of the originals are those in {path}")
         return gaussian
     run_pass("judged originals", lambda batches: (originals.add(samples) for samples, _ in batches))
-    gaussian, _ = originals.result(backend.sum)
+    gaussian, _ = originals.result(processes.sum)
     with contextlib.suppress(OSError):  # they are computed again the next time
-        if backend.is_root:
+        if processes.is_root:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, save(gaussian._asdict()))
     return gaussian
 
 
-def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
+def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Measure the models and report the values. Raises AskedToStop after a signal."""
     import torch
 
@@ -331,13 +332,13 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.models.features.lpips import load_lpips
     from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
 
-    device, heartbeat = backend.device, partial(backend.heartbeat, "fetching weights")
+    device, heartbeat = processes.device, partial(processes.heartbeat, "fetching weights")
     for name in args.model:
-        fetch_model(name, backend)
-    with backend.raise_on_all_ranks():
-        if backend.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
+        fetch_model(name, processes)
+    with processes.raise_on_all_ranks():
+        if processes.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
             raise ValueError(f"--output {args.output}: there is no such folder")
-        models = open_models(args, backend)
+        models = open_models(args, processes)
         lpips = load_lpips(args.lpips_weights, args.image_size, device, heartbeat)
         weights = (
             fetch_file(INCEPTION, heartbeat) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
@@ -346,24 +347,24 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
         if args.fid_weights:
             network = fid.Inception(load_published_weights(INCEPTION, str(weights), heartbeat), device)
-        backend.heartbeat("listing the samples", is_uninterrupted=True)
+        processes.heartbeat("listing the samples", is_uninterrupted=True)
         samples = open_samples(args)
-        trained_on, lines = compare_with_training(args, samples) if backend.is_root else ({}, [])
+        trained_on, lines = compare_with_training(args, samples) if processes.is_root else ({}, [])
         preparation = RESIZES[args.resize].format(args.image_size) + ", then the centre cropped"
         make_quality: Any = reconstruction.ReconstructionQuality
         if args.video_folder:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
             make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
-    views = backend.gather_objects([len(samples), samples.fingerprint, device.type])
-    with backend.raise_on_all_ranks():
+    views = processes.gather_objects([len(samples), samples.fingerprint, device.type])
+    with processes.raise_on_all_ranks():
         if any(view != views[0] for view in views):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
-    backend.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
+    processes.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
     if samples.skipped:
-        backend.say(samples.skipped)
+        processes.say(samples.skipped)
     for line in lines:
-        backend.say(line)
+        processes.say(line)
     make_quality = partial(make_quality, device=device, losses=(), lpips=lpips)
     qualities = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
     dim = getattr(network, "dim", I3D_DIM)
@@ -376,7 +377,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             notes.extend(batch)
             for name, trained in models.items():
                 start = moment(device)
-                reconstructions, codes = reconstruct(trained.model, originals, backend)
+                reconstructions, codes = reconstruct(trained.model, originals, processes, args.precision)
                 moments = start, moment(device)
                 qualities[name].add(originals, reconstructions, codes)
                 if network:
@@ -395,46 +396,46 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 note["measurements"].append([sample_psnr, seconds])
             yield
 
-    run_pass = partial(process_batches, samples, args, backend)
+    run_pass = partial(process_batches, samples, args, processes)
     with torch.no_grad():
         run_pass("measured", record_measurements)
-        all_notes = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
+        all_notes = sorted(itertools.chain(*processes.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in all_notes]
-        settings = [args.batch_size, kernel_settings(args, backend)]
+        settings = [args.batch_size, kernel_settings(args, processes)]
         key = [weights_sha256, args.fvd_eps, samples.fingerprint, preparation, checksums, *settings]
-        reference = reference_statistics(key, features(), dim, run_pass, backend) if network else None
+        reference = reference_statistics(key, features(), dim, run_pass, processes) if network else None
     values: dict[str, dict[str, Any]] = {}
     for number, (name, trained) in enumerate(models.items()):
-        scores, _ = qualities[name].result(backend.sum)
-        speed = backend.world_size / median(note["measurements"][number][1] for note in all_notes)
+        scores, _ = qualities[name].result(processes.sum)
+        speed = processes.world_size / median(note["measurements"][number][1] for note in all_notes)
         if reference:
-            distribution, score = model_features[name].result(backend.sum)
+            distribution, score = model_features[name].result(processes.sum)
             scores |= score
-            backend.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
-            with backend.raise_on_all_ranks():
-                if backend.is_root:
+            processes.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
+            with processes.raise_on_all_ranks():
+                if processes.is_root:
                     scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(reference, distribution)
         row = {metric: scores[metric] for metric in HEADINGS if metric in scores}
         row |= {"trained_on": trained_on[name]} if name in trained_on else {}
         values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.about}
-    with backend.raise_on_all_ranks():
-        if backend.is_root:
+    with processes.raise_on_all_ranks():
+        if processes.is_root:
             options = f"--resize {args.resize}" if args.image_folder else ""
             options = f"--fvd_eps {args.fvd_eps:g}" if args.fvd_weights else options
-            say_table(values, options, backend.say)
-        if backend.is_root and args.output:
+            say_table(values, options, processes.say)
+        if processes.is_root and args.output:
             report = {
                 "data": args.data, "samples": len(all_notes), "held_out_of": args.held_out_of, "prepared": preparation,
                 "resize": args.resize, "fvd_eps": args.fvd_eps if args.fvd_weights else None,
-                "judge_sha256": weights_sha256, "batch_size": args.batch_size, **kernel_settings(args, backend),
+                "judge_sha256": weights_sha256, "batch_size": args.batch_size, **kernel_settings(args, processes),
                 "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
-            draw(args, models, all_notes, samples, backend)
+            draw(args, models, all_notes, samples, processes)
     feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
     networks = {"LPIPS (--lpips_weights)": lpips, feature_metrics: network}
     if missing := [name for name, module in networks.items() if module is None]:
-        backend.say(f"not measured without the weights that they need: {', '.join(missing)}")
+        processes.say(f"not measured without the weights that they need: {', '.join(missing)}")
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
@@ -454,7 +455,7 @@ def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callabl
 
 
 def draw(
-    args: argparse.Namespace, models: Any, notes: Sequence[Any], samples: SampleDataset, backend: distributed.Backend
+    args: argparse.Namespace, models: Any, notes: Sequence[Any], samples: SampleDataset, processes: ProcessGroup
 ) -> None:
     """Write a picture of the samples whose PSNR differs most between models, or is the lowest for a single model."""
     import torch
@@ -466,17 +467,20 @@ def draw(
     psnrs = {note["index"]: [psnr for psnr, _ in note["measurements"]] for note in notes}
     scores = {index: max(values) - min(values) if len(values) > 1 else -values[0] for index, values in psnrs.items()}
     indices = sorted(psnrs, key=lambda index: scores[index], reverse=True)[:PICTURE_SAMPLES]
-    rows = {"original": to_unit_range(torch.cat([load(samples, index)[0] for index in indices]).to(backend.device))}
+    rows = {"original": to_unit_range(torch.cat([load(samples, index)[0] for index in indices]).to(processes.device))}
     with torch.no_grad():
-        rows |= {name: reconstruct(trained.model, rows["original"], backend)[0] for name, trained in models.items()}
+        rows |= {
+            name: reconstruct(trained.model, rows["original"], processes, args.precision)[0]
+            for name, trained in models.items()
+        }
     if args.video_folder:
         rows = {name: clips[:, :, args.num_frames // 2] for name, clips in rows.items()}
     picture = Path(f"{args.output}.png")
     write_atomically(picture, to_png(grid(rows)))
     reason = "differ most between models" if len(models) > 1 else "are worst"
-    backend.say(f"{picture} shows the samples whose reconstructions {reason}; from the left, with PSNR row by row:")
+    processes.say(f"{picture} shows the samples whose reconstructions {reason}; from the left, with PSNR row by row:")
     for index in indices:
-        backend.say(f"  {samples.name(index)}: {', '.join(f'{psnr:.2f}' for psnr in psnrs[index])}")
+        processes.say(f"  {samples.name(index)}: {', '.join(f'{psnr:.2f}' for psnr in psnrs[index])}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tandem.distributed import ProcessGroup
     from tandem.models import Decoder
     from tandem.weights.load import Trained
 
@@ -137,7 +138,7 @@ def source_in_memory(flag: str, labels: list[str], conditions: Mapping[str, Tens
     return Source(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
 
 
-def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, backend: distributed.Backend) -> Any:
+def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, processes: ProcessGroup) -> Any:
     """The CLIP of --clip, or for prompts the published one that the model was trained with; None if there is neither.
 
     Args:
@@ -156,12 +157,14 @@ def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, backen
                 f"--clip and {origin['weights']} (SHA-256 {origin['sha256']}) as --clip_weights"
             )
         args.clip, args.clip_weights = origin["name"], origin["weights"]
-        backend.say(f"prompts are encoded as in training: --clip {args.clip} --clip_weights {args.clip_weights}")
+        processes.say(f"prompts are encoded as in training: --clip {args.clip} --clip_weights {args.clip_weights}")
     if not args.clip:
         return None
-    clip = Clip.from_file(args.clip, args.clip_weights, backend.device, partial(backend.heartbeat, "fetching weights"))
+    clip = Clip.from_file(
+        args.clip, args.clip_weights, processes.device, partial(processes.heartbeat, "fetching weights")
+    )
     if origin and clip.origin["sha256"] != origin["sha256"]:
-        backend.say(
+        processes.say(
             f"{clip.file} is not the file with which {args.model} was trained, {origin['weights']} of --clip "
             f"{origin['name']} (SHA-256 {origin['sha256']}): unless it holds the same weights in another form, "
             "pictures will not fit"
@@ -297,7 +300,7 @@ def hash_inputs(
     return {f"{name}_sha256": digest for name, digest in hashes.items()}
 
 
-def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
+def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Draw the pictures. Raises AskedToStop after a signal."""
     import torch
 
@@ -309,20 +312,20 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from tandem.weights.load import open_model
 
     for name in MODELS:
-        fetch_model(getattr(args, name), backend)
-    with backend.raise_on_all_ranks():
+        fetch_model(getattr(args, name), processes)
+    with processes.raise_on_all_ranks():
         trained = {name: open_model(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
-        models: dict[str, Decoder] = {name: loaded.model.to(backend.device) for name, loaded in trained.items()}
+        models: dict[str, Decoder] = {name: loaded.model.to(processes.device) for name, loaded in trained.items()}
         decoder, weaker = models["model"], models.get("guide_with")
         unets = check_unets(args, decoder, weaker)
         largest = decoder.image_sizes[unets[-1]]
         require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
         side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
-        backend.heartbeat("listing the samples", is_uninterrupted=True)
+        processes.heartbeat("listing the samples", is_uninterrupted=True)
         images = open_images(args.images, image_size=side) if args.images else None
         masks = open_images(args.masks, image_size=side) if args.masks else None
-        clip = load_clip(args, decoder.config["clip"], backend)
-        sources = list(open_sources(args, images, clip, backend.device))
+        clip = load_clip(args, decoder.config["clip"], processes)
+        sources = list(open_sources(args, images, clip, processes.device))
         conditions = choose_sources(sources, [decoder.unet(index) for index in unets])
         names = image_names(images)
         labels = sources[0].labels if sources else names
@@ -330,10 +333,10 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
             raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
-        hashes = hash_inputs(args, trained, {"images": images, "masks": masks}, backend.heartbeat)
+        hashes = hash_inputs(args, trained, {"images": images, "masks": masks}, processes.heartbeat)
     for image_set in filter(None, (images, masks)):
         if image_set.skipped:
-            backend.say(image_set.skipped)
+            processes.say(image_set.skipped)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
     sampling = Sampling.from_args(args)
@@ -341,9 +344,9 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         "task": "sample", "seed": args.seed, "count": args.count, "labels_sha256": names_sha256(labels),
         "pictures": total, "batch_size": args.batch_size, "sampling": sampling.to_dict(),
         "unets": [unets[0] + 1, unets[-1] + 1], "clip": args.clip,
-        "resample_times": args.resample_times if args.masks else None, **hashes, **kernel_settings(args, backend),
+        "resample_times": args.resample_times if args.masks else None, **hashes, **kernel_settings(args, processes),
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
+    output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)
     paths = [output.path / f"{number:05d}.png" for number in range(total)]
     batch_starts = range(0, total, args.batch_size)
 
@@ -352,36 +355,36 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         numbers = range(first, first + args.batch_size)
         rows = [number // args.count % n_conditions for number in numbers]
         batches = {source.flag: source.load(rows) for source in conditions.values()}
-        chosen = {name: batches[source.flag][name].to(backend.device) for name, source in conditions.items()}
+        chosen = {name: batches[source.flag][name].to(processes.device) for name, source in conditions.items()}
         image_options: dict[str, Any] = {}
         if images is not None and not embeds_images(args):
-            pixels = torch.stack([images.load(row)["images"] for row in rows]).to(backend.device).float() / 255
+            pixels = torch.stack([images.load(row)["images"] for row in rows]).to(processes.device).float() / 255
             image_options["inpaint_image" if masks is not None else "images"] = pixels
         if masks is not None:
-            pixels = torch.stack([masks.load(row)["images"] for row in rows]).to(backend.device)
+            pixels = torch.stack([masks.load(row)["images"] for row in rows]).to(processes.device)
             image_options["inpaint_mask"] = pixels.float().mean(1) > 127.5
-        with backend.autocast():
+        with distributed.autocast(args.precision, processes.device):
             result: Tensor = decoder.sample(
-                chosen, noise_of(args.seed, numbers, backend.device), sampling, batch=args.batch_size,
+                chosen, noise_of(args.seed, numbers, processes.device), sampling, batch=args.batch_size,
                 start_at=args.start_at_unet, stop_at=args.stop_at_unet, guide=weaker,
-                resample_times=args.resample_times, on_step=lambda *_: backend.heartbeat("drawing pictures"),
+                resample_times=args.resample_times, on_step=lambda *_: processes.heartbeat("drawing pictures"),
                 **image_options,
             )  # fmt: skip
         return result
 
     for shard in output.rounds(range(len(batch_starts)), "drew"):
-        with backend.raise_on_all_ranks():
+        with processes.raise_on_all_ranks():
             if shard is not None:
                 batch_paths = paths[batch_starts[shard] : batch_starts[shard] + args.batch_size]
                 save_missing(batch_paths, pixels_of([batch_starts[shard]], draw_batch), max(1, args.num_workers))
-    with backend.raise_on_all_ranks():
-        if backend.is_root:
+    with processes.raise_on_all_ranks():
+        if processes.is_root:
             lines = [
                 {"path": path.name, "for": labels[n // args.count] if labels else None, "seed": [args.seed, n]}
                 for n, path in enumerate(paths)
             ]
             output.write("index.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-    backend.say(f"{counted(total, 'picture')}: {args.output}")
+    processes.say(f"{counted(total, 'picture')}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed, schedules
+from tandem import data, distributed, models, schedules, training
 from tandem.config.data import ConditionedImageFlags
 from tandem.config.decoder_training import DecoderFlags
 from tandem.config.models.decoder import DecoderConfig, Sampling
@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     import torch
     from torch import Tensor
 
-    from tandem.models import Decoder
-    from tandem.models.diffusion import Losses
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "decoder" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl, beside the error of each Unet.
@@ -60,17 +58,16 @@ def build_parser() -> ArgumentParser:
 def build_model(
     args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Decoder:  # fmt: skip
+) -> models.Decoder:  # fmt: skip
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
     data and its `clip` see `DecoderConfig.from_data`. A line for the user goes to `say`."""
-    from tandem.models import Decoder
 
-    def load(decoder: Decoder, source: Decoder, name: str) -> None:
+    def load(decoder: models.Decoder, source: models.Decoder, name: str) -> None:
         decoder.load_weights_from(source, name)
         if line := clip_mismatch_text(args, source.config["clip"], clip, name):
             say(line)
 
-    decoder: Decoder = init_model(Decoder, args, load, config=DecoderConfig.from_data(args, widths, clip))
+    decoder: models.Decoder = init_model(models.Decoder, args, load, config=DecoderConfig.from_data(args, widths, clip))
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder
@@ -100,11 +97,7 @@ def clip_mismatch_text(
 class UnetTraining:
     """What the training of one Unet needs beside its engine: losses, random numbers and the learning rate."""
 
-    def __init__(self, args: argparse.Namespace, decoder: Decoder, number: int, device: torch.device) -> None:
-        from tandem.models.diffusion import DiffusionLoss
-        from tandem.training.losses.diffusion import DiffusionDraws, LowresDraws
-        from tandem.training.noise import Noise
-        from tandem.training.optimizers import make_optimizer
+    def __init__(self, args: argparse.Namespace, decoder: models.Decoder, number: int, device: torch.device) -> None:
 
         def unet_flag(name: str) -> Any:
             return getattr(args, name)[number - 1]
@@ -112,28 +105,29 @@ class UnetTraining:
         self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
         self.module, schedule = decoder.unet(self.index), decoder.schedule(self.index)
         self.learning_rate, self.warmup = unet_flag("learning_rate"), unet_flag("lr_warmup_steps")
-        self.crop, self.crop_noise = unet_flag("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
+        self.crop, self.crop_noise = unet_flag("random_crop_sizes"), training.Noise(args.seed, f"unet{number}/crop")
         self.shape, self.full_shape = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
-        self.optimizer = make_optimizer(
+        self.optimizer = training.make_optimizer(
             self.module, self.learning_rate, args.betas, unet_flag("weight_decay"), lion=args.use_lion
         )
         lowres_schedule = decoder.lowres_schedule()
-        self.loss = DiffusionLoss(
+        self.loss = models.DiffusionLoss(
             schedule, unet_flag("objective"), weight=unet_flag("loss_weight"),
             learned_variance=bool(unet_flag("learned_variance")), lowres_schedule=lowres_schedule,
             min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k, p2_gamma=args.p2_loss_weight_gamma,
         )  # fmt: skip
         levels = lowres_schedule.timesteps if lowres_schedule else 0
         blur_prob = args.blur_prob if args.lowres_condition == "blur" else 0.0
-        self.draws = DiffusionDraws(
+        lowres_draws = training.LowresDraws(levels, blur_prob, (args.blur_sigma[0], args.blur_sigma[-1]))
+        self.draws = training.DiffusionDraws(
             args.seed, f"unet{number}", args.timesteps, device=device, stratified=args.stratified_times,
             logit_normal=args.logit_normal if args.time_sampling == "logit_normal" else None,
             image_drop=args.image_cond_drop_prob if self.module.spec.image_embed_dim else None,
             text_drop=args.text_cond_drop_prob if self.module.spec.text_embed_dim else None,
-            lowres=LowresDraws(levels, blur_prob, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
+            lowres=lowres_draws if self.index else None,
         )  # fmt: skip
 
-    def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
+    def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> models.Losses:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
         draws = self.draws(step, batch["positions"], self.batch_size, self.shape)
         crop_places = self.crop_noise.uniform(step, batch["positions"], (2,)) if self.crop else None
@@ -149,57 +143,44 @@ class UnetTraining:
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    from tandem.data.sets import decoder_feed, widths_of
-    from tandem.io.published import INCEPTION, load_published_weights
-    from tandem.models import Decoder
-    from tandem.models.features.clip import Clip, with_embeddings
-    from tandem.models.features.lpips import load_lpips
-    from tandem.training.cascade import Cascade
-    from tandem.training.ema import final_metric, final_weights, make_ema
-    from tandem.training.evaluation import Action, Evaluation, final_model
-    from tandem.training.generation import Generation, sampling_example
-    from tandem.training.loop import updates
-    from tandem.training.metrics.fid import Inception
-    from tandem.training.metrics.generation import GenerationQuality, missing_metrics_text
-    from tandem.training.metrics.unets import UnetErrors
-    from tandem.training.run import Run
-    from tandem.training.run_folder.best import BestModel
+    processes = backend.processes
+
+    processes, device = backend.processes, backend.processes.device
 
     condition_flags = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
-    with backend.raise_on_all_ranks():
-        heartbeat = partial(backend.heartbeat, "fetching weights")
-        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, heartbeat) if args.clip else None
-    embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
-    feed: Any = decoder_feed(
-        args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
+    with processes.raise_on_all_ranks():
+        heartbeat = partial(processes.heartbeat, "fetching weights")
+        clip = models.Clip.from_file(args.clip, args.clip_weights, device, heartbeat) if args.clip else None
+    embed = partial(models.with_embeddings, clip=clip, condition_on=args.condition_on)
+    feed: Any = data.decoder_feed(
+        args, processes, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **condition_flags,
     )  # fmt: skip
-    widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
-    with backend.raise_on_all_ranks():
-        decoder = build_model(args, widths, clip.origin if clip else None, backend.say).to(backend.device)
-        lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, heartbeat)
-        inception = (
-            Inception(load_published_weights(INCEPTION, args.fid_weights, heartbeat), backend.device)
-            if args.fid_weights
-            else None
-        )
+    widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else data.widths_of(feed.first)
+    with processes.raise_on_all_ranks():
+        decoder = build_model(args, widths, clip.origin if clip else None, processes.say).to(device)
+        lpips = models.load_lpips(args.lpips_weights, args.image_sizes[-1], device, heartbeat)
+        inception = training.load_inception(args.fid_weights, device, heartbeat)
         unet_numbers = args.train_unets or range(1, len(decoder.unets) + 1)
-        unets = {number: UnetTraining(args, decoder, number, backend.device) for number in unet_numbers}
+        unets = {number: UnetTraining(args, decoder, number, device) for number in unet_numbers}
     columns = [*(f"unet{number}/error" for number in unet_numbers), *COLUMNS]
-    run = Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
+    run = training.Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
 
-    generation = Generation(
-        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(args), backend, args.seed,
+    generation = training.Generation(
+        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(args), processes,
+        args.seed, backend.autocast,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
-    cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
-    ema = make_ema(cascade, args.ema_decay, args.ema_power, cascade.parts)
-    metric = final_metric(ema, "loss")
-    best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
+    cascade = training.Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
+    ema = training.make_ema(cascade, args.ema_decay, args.ema_power, cascade.parts)
+    metric = training.final_metric(ema, "loss")
+    best = training.BestModel(
+        run.folder.path, processes.is_root, metric=metric, lowest=True, broadcast=processes.broadcast_object
+    )
 
-    def validate(model: Decoder, step: int) -> dict[str, float]:
+    def validate(model: models.Decoder, step: int) -> dict[str, float]:
         """Errors of the trained Unets over the validation split, and by quarter of the noise."""
-        errors = UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, backend.device)
+        errors = training.UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, device)
         was_training = model.training
         model.eval()
         for batch in feed.validation():
@@ -208,35 +189,41 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 network = backend.autocast()(model.unets[number - 1])  # as an engine does: the loss stays outside
                 errors.add(number, *unet.validation_errors(network, embedded, len(feed.validated)))
         model.train(was_training)
-        return errors.result(backend.sum)
+        return errors.result(processes.sum)
 
     def evaluate_pictures() -> dict[str, float]:
         """The quality of the pictures that the final weights draw."""
-        quality = GenerationQuality(
-            backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
+        quality = training.GenerationQuality(
+            device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
-        with final_weights(cascade, ema) as model:
+        with training.final_weights(cascade, ema) as model:
             values = generation.measure(model, args.n_evaluation_samples, quality, clip)
-        return {final_metric(ema, name): value for name, value in values.items()}
+        return {training.final_metric(ema, name): value for name, value in values.items()}
 
-    evaluation = Evaluation(
-        cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures",
-        validate=validate, draw=lambda models, samples, step: generation.draw(final_model(models), samples),
-        is_collective_draw=True, use=("sample.py", *sampling_example(args)),
+    evaluation = training.Evaluation(
+        cascade, ema, write={"model": models.Decoder.save_pretrained}, best=best, picture_name="pictures",
+        validate=validate, draw=lambda versions, batch, step: generation.draw(training.final_model(versions), batch),
+        is_collective_draw=True, use=("sample.py", *training.sampling_example(args)),
     )  # fmt: skip
     has_picture_metrics = args.n_evaluation_samples and (args.fid_weights or args.lpips_weights or clip)
-    picture_evaluation = Action("judged pictures", args.evaluate_every_n_steps, evaluate_pictures, measures=True)
+    picture_evaluation = training.Action(
+        "judged pictures", args.evaluate_every_n_steps, evaluate_pictures, measures=True
+    )
     extra_actions = [picture_evaluation] if has_picture_metrics else []
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
-        run.say(missing_metrics_text({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
+        run.say(
+            training.missing_metrics_text(
+                {"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}
+            )
+        )
 
     # The factor `timesteps` makes the mean over sampled levels the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)
 
-    for step, batch in updates(run, evaluation, preview=args.num_images_save, extra_actions=extra_actions):
+    for step, batch in training.updates(run, evaluation, preview=args.num_images_save, extra_actions=extra_actions):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
             engine.lr = with_warmup(step, run.progress.total_steps, unet.learning_rate, unet.warmup)
@@ -245,7 +232,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 loss, error = (losses.weighted + vb_weight * losses.bits).mean(), losses.error.mean()
                 engine.backward(loss)
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
-            last_updates[number] = update = engine.step()
+            last_updates[number] = update = engine.step(with_norm=run.is_line_due)
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
         run.log(lr=engines[min(engines)].lr, grad_norm=sum(last.grad_norm**2 for last in last_updates.values()) ** 0.5)
         ema.update(*(last_updates[number].skipped for number in engines))

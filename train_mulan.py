@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed, schedules
+from tandem import data, distributed, models, schedules, training
 from tandem.config.converters import templates
 from tandem.config.data import SoundFlags, data_path
 from tandem.config.fields import flag
@@ -31,11 +31,7 @@ from tandem.launch import start_training, training_parser
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
 
-    from tandem.data.feed import Batch, TrainingData
-    from tandem.data.tokenizers import Tokenizer
-    from tandem.models import MuLaN
-    from tandem.training.losses.contrastive import Contrastive
-    from tandem.training.metrics.embedder import Embedder
+    from tandem.distributed import ProcessGroup
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl.
@@ -100,12 +96,11 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_mulan.py", "Train MuLan.", Config)
 
 
-def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
+def build_model(args: argparse.Namespace, tokenizer: data.Tokenizer) -> models.MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``. A resumed run takes
     its towers from its checkpoint: their files may be gone."""
     import torch
 
-    from tandem import models
     from tandem.launch import describe_model
     from tandem.weights.formats.towers import load_towers, read_towers
     from tandem.weights.load import load_named_model, tokenizer_file
@@ -118,7 +113,9 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     shapes |= {name: describe_model(args.output_dir)[name] for name in resumed_towers}
     torch.manual_seed(args.seed)
     file_config = {"vocab_size": tokenizer.vocab_size, **shapes}
-    model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.from_args(args).to_dict(), **file_config})
+    model: models.MuLaN = models.build_in_memory(
+        models.MuLaN, **{**MuLaNConfig.from_args(args).to_dict(), **file_config}
+    )
     load_towers(model, towers, tokenizer)
     if args.init_from:
         source = load_named_model(args.init_from, "MuLaN")
@@ -131,14 +128,15 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
 
 def evaluate(
-    embedder: Embedder, feed: TrainingData, contrastive: Contrastive, templates: Sequence[str],
-    backend: distributed.Backend,
-) -> dict[str, float]:  # fmt: skip
+    embedder: training.Embedder,
+    feed: data.TrainingData,
+    contrastive: training.Contrastive,
+    templates: Sequence[str],
+    processes: ProcessGroup,
+) -> dict[str, float]:
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
-    from tandem.training.metrics.averages import Averages
-    from tandem.training.metrics.retrieval import RetrievalQuality, class_embeddings, prompts
 
-    quality, losses = RetrievalQuality(backend.device), Averages("loss", device=backend.device)
+    quality, losses = training.RetrievalQuality(processes.device), training.Averages("loss", device=processes.device)
     for batch in feed.validation():
         out = embedder.pairs(batch)
         # The loss is that of the batch of all processes. Each weights it by its own number of sounds.
@@ -146,95 +144,87 @@ def evaluate(
         losses.add(loss=result.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
         quality.add(out.audio[:, 0], embedder.texts(texts), batch["all_captions"], batch["labels"])
-    values = {**losses.result(backend.sum), **quality.result(backend, heartbeat=lambda: backend.heartbeat("ranking"))}
-    if classes := quality.classes(backend):
-        class_vectors = class_embeddings(embedder.texts(prompts(classes, templates)), len(templates))
-        values |= quality.zero_shot(backend, classes, class_vectors)
+    heartbeat = partial(processes.heartbeat, "ranking")
+    values = {**losses.result(processes.sum), **quality.result(processes, heartbeat=heartbeat)}
+    if classes := quality.classes(processes):
+        class_vectors = training.class_embeddings(embedder.texts(training.prompts(classes, templates)), len(templates))
+        values |= quality.zero_shot(processes, classes, class_vectors)
     return values
 
 
-def picture(embedder: Embedder, samples: Batch, count: int) -> Image.Image:
+def picture(embedder: training.Embedder, samples: data.Batch, count: int) -> Image.Image:
     """Spectrograms with the nearest captions, and the similarity of each sound to each caption."""
-    from tandem.training.visuals.sounds import best_matches, sounds_picture
 
     sounds, texts = embedder.sounds(samples["waveforms"]), embedder.texts(samples["captions"])
     spectrograms = embedder.model.spectrogram(samples["waveforms"][:count])
-    matches = best_matches(sounds[:count], texts, samples["captions"], samples["all_captions"][:count])
-    return sounds_picture(spectrograms, matches, sounds @ texts.T)
+    matches = training.best_matches(sounds[:count], texts, samples["captions"], samples["all_captions"][:count])
+    return training.sounds_picture(spectrograms, matches, sounds @ texts.T)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    from tandem.data.sets import sound_feed
-    from tandem.data.tokenizers import open_tokenizer
-    from tandem.training.ema import final_metric, make_ema
-    from tandem.training.evaluation import Evaluation, final_model
-    from tandem.training.loop import updates
-    from tandem.training.losses.contrastive import Contrastive
-    from tandem.training.losses.grad_cache import GradCache
-    from tandem.training.metrics.collapse import CollapseAlarm
-    from tandem.training.metrics.embedder import Embedder, text_inputs, width_of
-    from tandem.training.noise import Noise
-    from tandem.training.optimizers import make_optimizer
-    from tandem.training.run import Run
-    from tandem.training.run_folder.best import BestModel
+    processes = backend.processes
 
-    with backend.raise_on_all_ranks():
-        tokenizer = open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
-        model = build_model(args, tokenizer).to(backend.device)
-        optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
-    feed = sound_feed(args, backend, tokenizer)
-    run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
+    processes, device = backend.processes, backend.processes.device
+
+    with processes.raise_on_all_ranks():
+        tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
+        model = build_model(args, tokenizer).to(device)
+        optimizer = training.make_optimizer(
+            model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion
+        )
+    feed = data.sound_feed(args, processes, tokenizer)
+    run = training.Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     engine = backend.wrap(model, optimizer, name="mulan")
-    ema = make_ema(engine, args.ema_decay, args.ema_power)
-    contrastive = Contrastive(
-        args.loss, backend, mask_duplicates=args.duplicates == "masked", is_replicated=args.batch_parts > 0
+    ema = training.make_ema(engine, args.ema_decay, args.ema_power)
+    contrastive = training.Contrastive(
+        args.loss, processes, mask_duplicates=args.duplicates == "masked", is_replicated=args.batch_parts > 0
     )
-    noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    best_metric, tie_metric = final_metric(ema, "r10"), final_metric(ema, "loss")
-    best = BestModel(
-        run.folder.path, backend.is_root, metric=best_metric, loss=tie_metric, broadcast=backend.broadcast_object
+    noise, dropout = training.Noise(args.seed, "patches and masks"), training.Noise(args.seed, "dropout")
+    best_metric, tie_metric = training.final_metric(ema, "r10"), training.final_metric(ema, "loss")
+    best = training.BestModel(
+        run.folder.path, processes.is_root, metric=best_metric, loss=tie_metric, broadcast=processes.broadcast_object
     )  # fmt: skip
-    rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
-    embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
+    rows = args.batch_size // (processes.world_size * backend.grad_accum_steps)  # per forward pass, as in training
+    embedder = partial(training.Embedder, tokenizer=tokenizer, rows=rows, device=device, precision=backend.autocast)
 
     def inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
-        patch_noise = noise.uniform(run.progress.step, micro_batch["positions"], (model.noise_size,), backend.device)
-        texts = text_inputs(micro_batch["tokens"], micro_batch["lengths"])
-        keys = dropout.keys(run.progress.step, micro_batch["positions"], backend.device) if model.has_dropout else None
+        patch_noise = noise.uniform(run.progress.step, micro_batch["positions"], (model.noise_size,), device)
+        texts = training.text_inputs(micro_batch["tokens"], micro_batch["lengths"])
+        keys = dropout.keys(run.progress.step, micro_batch["positions"], device) if model.has_dropout else None
         return {"waveforms": micro_batch["waveforms"], **texts, "noise": patch_noise, "keys": keys}
 
-    def write(module: MuLaN, folder: Path) -> None:
+    def write(module: models.MuLaN, folder: Path) -> None:
         module.save_pretrained(folder)
         tokenizer.save(folder)
 
     total_steps = run.progress.total_steps
-    alarm = CollapseAlarm(after_steps=schedules.limit_warmup(args.lr_warmup_steps, total_steps))
-    evaluation = Evaluation(
+    alarm = training.CollapseAlarm(after_steps=schedules.limit_warmup(args.lr_warmup_steps, total_steps))
+    evaluation = training.Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
-        validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
-        draw=lambda models, samples, step: picture(embedder(final_model(models)), samples, args.num_sounds_shown),
+        validate=lambda model, step: evaluate(embedder(model), feed, contrastive, args.zero_shot_templates, processes),
+        draw=lambda models, batch, step: picture(embedder(training.final_model(models)), batch, args.num_sounds_shown),
         use=("embed.py", "--audio", data_path(args, "audio_data"), "--output", f"{args.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
-    with backend.raise_on_all_ranks():
+    with processes.raise_on_all_ranks():
         if run.is_root and not run.is_complete:
             tokenizer.save(run.folder.path)  # the next start reads this one
     with_warmup = partial(schedules.with_warmup, args.lr_schedule)
 
-    def lengths(step: int, batch: Batch) -> Sequence[int]:
+    def lengths(step: int, batch: data.Batch) -> Sequence[int]:
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
-        return tuple(sorted(width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
+        return tuple(sorted(training.width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 
-    for step, batch in updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
+    for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
         engine.lr = with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        cache = GradCache(engine, backend, contrastive, batch, inputs)
+        cache = training.GradCache(engine, processes, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):
             out = engine(**inputs(micro_batch))
             loss = cache.surrogate_loss(out, micro_batch["caption_ids"])  # of the whole batch
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
-        update = engine.step()
+        update = engine.step(with_norm=run.is_line_due)
         ema.update(update.skipped)
         run.log(update, **contrastive.metrics(cache.result))
 

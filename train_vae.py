@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed, schedules
+from tandem import data, distributed, models, schedules, training
 from tandem.config.converters import FILE, non_negative_float, positive_float
 from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from PIL import Image
     from torch import Tensor
 
-    from tandem.data.feed import Batch
-    from tandem.models import DiscreteVAE, VAEOutput
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl.
@@ -86,80 +84,73 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_vae.py", "Train the discrete VAE of DALL-E.", Config)
 
 
-def build_model(args: argparse.Namespace) -> DiscreteVAE:
+def build_model(args: argparse.Namespace) -> models.DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
-    from tandem.models import DiscreteVAE
 
-    return init_model(DiscreteVAE, args)
+    return init_model(models.DiscreteVAE, args)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import torch
 
-    from tandem.data.feed import to_unit_range
-    from tandem.data.sets import image_data
-    from tandem.models import DiscreteVAE
-    from tandem.training.ema import make_ema
-    from tandem.training.evaluation import Evaluation, final_model
-    from tandem.training.loop import updates
-    from tandem.training.metrics.collapse import ReconstructionAlarm
-    from tandem.training.metrics.reconstruction import ReconstructionQuality
-    from tandem.training.noise import Noise
-    from tandem.training.run import Run
-    from tandem.training.visuals.images import code_histogram, grid
     from tandem.weights.formats.dalle import save_dalle
 
-    with backend.raise_on_all_ranks():  # if this fails on one process, all end
-        model = build_model(args).to(backend.device)
-    feed = image_data(args, backend, model.channels)
-    run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
+    processes = backend.processes
+
+    processes, device = backend.processes, backend.processes.device
+
+    with processes.raise_on_all_ranks():  # if this fails on one process, all end
+        model = build_model(args).to(device)
+    feed = data.image_data(args, processes, model.channels)
+    run = training.Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
-    ema = make_ema(vae, args.ema_decay, args.ema_power)
-    noise = Noise(args.seed, "gumbel")
+    ema = training.make_ema(vae, args.ema_decay, args.ema_power)
+    noise = training.Noise(args.seed, "gumbel")
     temperature_at = partial(schedules.anneal, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
 
-    def objective(out: VAEOutput) -> Tensor:
+    def objective(out: models.VAEOutput) -> Tensor:
         return out.recon_loss + args.kl_loss_weight * out.kl
 
-    def validate(model: DiscreteVAE, step: int) -> dict[str, float | Image.Image]:
+    def validate(model: models.DiscreteVAE, step: int) -> dict[str, float | Image.Image]:
         """Noise-free loss, quality of hard reconstructions, and a picture of how often each code was chosen."""
-        quality = ReconstructionQuality(model.num_tokens, backend.device)
+        quality = training.ReconstructionQuality(model.num_tokens, device)
         for batch in feed.validation():
-            images = to_unit_range(batch["images"])
+            images = data.to_unit_range(batch["images"])
             codes = model.get_codebook_indices(images)
             loss = objective(model(images, temperature=temperature_at(step)))
             quality.add(images, model.decode(codes), codes, loss=loss)
-        values, counts = quality.result(backend.sum)
-        return {**values, "codes": code_histogram(counts)}
+        values, counts = quality.result(processes.sum)
+        return {**values, "codes": training.code_histogram(counts)}
 
-    def draw(models: Mapping[str, DiscreteVAE], samples: Batch, step: int) -> Image.Image:
+    def draw(versions: Mapping[str, models.DiscreteVAE], samples: data.Batch, step: int) -> Image.Image:
         """Originals, soft and hard reconstructions by the final model: the average if there is one."""
-        model, images = final_model(models), to_unit_range(samples["images"])
+        model, images = training.final_model(versions), data.to_unit_range(samples["images"])
         soft = model(images, temperature=temperature_at(step)).reconstruction
-        return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
+        hard = model.decode(model.get_codebook_indices(images))
+        return training.grid({"original": images, "soft": soft, "hard": hard})
 
-    alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
+    alarm = training.ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
     in_precision = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
-    evaluation = Evaluation(
-        vae, ema, write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
+    evaluation = training.Evaluation(
+        vae, ema, write={"model": models.DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
         validate=in_precision(validate), draw=in_precision(draw), watch=alarm.check,
         use=("encode.py", "--image_folder", data_path(args, "image_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 
-    for step, batch in updates(run, evaluation, preview=args.num_images_save):
+    for step, batch in training.updates(run, evaluation, preview=args.num_images_save):
         temperature, codes = temperature_at(step), []
         vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
         for micro_batch in vae.micro_batches(batch):
-            images = to_unit_range(micro_batch["images"])
-            gumbel = noise.gumbel(step, micro_batch["positions"], model.noise_shape, backend.device)
+            images = data.to_unit_range(micro_batch["images"])
+            gumbel = noise.gumbel(step, micro_batch["positions"], model.noise_shape, device)
             out = vae(images, noise=gumbel, temperature=temperature, with_codes=run.are_codes_due)
             loss = objective(out)
             vae.backward(loss)
             codes += [] if out.codes is None else [out.codes]
             run.add(loss=loss, recon_loss=out.recon_loss, kl=out.kl)
-        update = vae.step()
+        update = vae.step(with_norm=run.is_line_due)
         ema.update(update.skipped)
         run.log_codes(codes, model.num_codes)
         run.log(update, temperature=temperature)

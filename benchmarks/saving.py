@@ -25,14 +25,15 @@ def saving(rounds: int) -> Iterator[Row]:
     and, if the copy is not finished by then, before the weights change. The first save, which also allocates the memory
     for the copy, is one of the rounds."""
     with one_process(_BATCH_SIZE) as backend, tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
-        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))).to(backend.device)
+        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))).to(backend.processes.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
         engine = backend.wrap(model, optimizer, name="benchmark")
-        inputs = torch.randn(_BATCH_SIZE, _WIDTH, device=backend.device)
+        inputs = torch.randn(_BATCH_SIZE, _WIDTH, device=backend.processes.device)
         callbacks: list[Callable[[], None]] = []
         processes: Any = SimpleNamespace(
-            is_root=True, heartbeat=backend.heartbeat, barrier=backend.barrier, before_update=callbacks.append
-        )
+            is_root=True, heartbeat=backend.processes.heartbeat, barrier=backend.processes.barrier,
+            before_update=callbacks.append,
+        )  # fmt: skip
         checkpoints = Checkpoints(Path(folder), keep=1, processes=processes)
         waits, plain_seconds = [], []
         for step in range(rounds):

@@ -131,11 +131,11 @@ class Script(Side):
     """The script, whose updates are measured by a watcher of its `Run`."""
 
     def __init__(self, options: argparse.Namespace, backend: distributed.Backend) -> None:
-        super().__init__(options, backend.device)
+        super().__init__(options, backend.processes.device)
         self._backend, self._next_update = backend, self.turns()
 
     def gather(self, value: Any) -> list[Any]:
-        return self._backend.gather_objects(value)
+        return self._backend.processes.gather_objects(value)
 
     def run(self, script: Any, args: argparse.Namespace, settings: dict[str, Any]) -> None:
         """Train, and write the results on the root. The last round ends where the last update begins."""
@@ -143,14 +143,14 @@ class Script(Side):
 
         with Run.watched(self._watch):
             script.train(args, settings, self._backend)
-        if self._backend.is_root:
+        if self._backend.processes.is_root:
             self.write()
 
     def _watch(self, run: Run, event: str, _: Any) -> None:
         if event == "update" and run.progress.step == 0:
             decoded = decode(run)
             self.samples_per_update = len(decoded[0]["positions"])
-            path = _batches(self._options.folder, self._backend.rank)
+            path = _batches(self._options.folder, self._backend.processes.rank)
             torch.save(decoded, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
         if event == "update":

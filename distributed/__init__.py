@@ -13,10 +13,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.converters import non_negative_int, step_count_or_0, timeout
 from tandem.io.exits import exit_codes
+from tandem.lazy import lazy_names
 
 from .backends import all_backends
 from .base import Backend, Options
@@ -24,7 +25,13 @@ from .batch import plan_batches
 from .errors import TrainingStopped, UserMistake
 from .launchers import Launch, detect
 
-__all__ = ["Backend", "Launch", "TrainingStopped", "UserMistake", "plan_batches"]
+if TYPE_CHECKING:
+    from .engines.arithmetic import autocast
+    from .process_group import ProcessGroup
+
+__all__ = ["Backend", "Launch", "ProcessGroup", "TrainingStopped", "UserMistake", "autocast", "plan_batches"]
+
+__getattr__ = lazy_names(__name__, {"ProcessGroup": "process_group", "autocast": "engines.arithmetic"})
 
 
 def available() -> dict[str, bool]:
@@ -155,10 +162,10 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
     return backend(launch, options, args)
 
 
-def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse.Namespace) -> None:
-    """Like `launch`, for a script that trains nothing: connect the processes and call ``run(backend)``. The processes
-    share no batch. `args` needs no training flags, but `cpu_threads` for PyTorch. Sets `args.fresh` to False if the
-    launcher restarted the job."""
+def launch_inference(run: Callable[[ProcessGroup], None], parser: Any, args: argparse.Namespace) -> None:
+    """Like `launch`, for a script that trains nothing: connect the processes and call ``run(processes)``. The
+    processes share no batch. `args` needs no training flags, but `cpu_threads` for PyTorch. Sets `args.fresh` to False
+    if the launcher restarted the job, and `args.precision` to that of a backend's configuration."""
     if unused_flags := sorted(_training_flags() & args.on_command_line):
         parser.error(f"--{unused_flags[0]} is for training, and this script trains nothing: leave it out")
     args.fresh = args.fresh and not _detect_launch().is_restart
@@ -172,5 +179,6 @@ def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse
         import torch
 
         torch.set_num_threads(args.cpu_threads)
-        args.fresh = args.fresh and not backend.is_restart
-        run(backend)
+        args.fresh = args.fresh and not backend.processes.is_restart
+        args.precision = backend.options.precision
+        run(backend.processes)

@@ -67,7 +67,7 @@ class Signals:
     """
 
     def __init__(self, is_orphan: Callable[[], bool], *, is_root: bool, launcher: str = "python") -> None:
-        self._is_orphan, self._is_root, self._launcher = is_orphan, is_root, launcher
+        self.is_orphan, self._is_root, self._launcher = is_orphan, is_root, launcher
         #: The signals that ask the run to stop.
         self.received: set[int] = set()
         #: Is notified of signals; None until it is created.
@@ -141,7 +141,7 @@ class Signals:
                 if byte[0] in self._previous_handlers:
                     self._on_signal(signal.Signals(byte[0]))
                 continue
-            if not self._can_save and self._is_orphan():
+            if not self._can_save and self.is_orphan():
                 self._end_before_saving("the launcher is gone")
             if self.watchdog and self._is_root:
                 self.watchdog.report_loading()
@@ -182,7 +182,7 @@ class Signals:
                 consequence = f"; {self._launcher} kills it if that takes too long"
             elif number == signal.SIGINT:
                 consequence = "; a second Ctrl-C ends it at once, without a save"
-            reason = "the launcher is gone" if self._is_orphan() else "asked to stop"
+            reason = "the launcher is gone" if self.is_orphan() else "asked to stop"
             name = reason if number is None else signal.Signals(number).name
             say(f"{name}: saving before it stops{consequence}", unbuffered=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
 from tandem.commands import script_parser
@@ -24,6 +24,9 @@ from tandem.weights.load import (
     tokenizer_file,
     with_user_name,
 )
+
+if TYPE_CHECKING:
+    from tandem.distributed import ProcessGroup
 
 
 def training_parser(script: str, text: str, config: type) -> ArgumentParser:
@@ -70,12 +73,12 @@ def inference_parser(
 
 
 def start_inference(
-    run: Callable[[argparse.Namespace, Any], None], parser: ArgumentParser, argv: Sequence[str] | None
+    run: Callable[[argparse.Namespace, ProcessGroup], None], parser: ArgumentParser, argv: Sequence[str] | None
 ) -> None:
     """Parse the arguments of a script that uses trained weights, connect the processes, and call ``run(args,
-    backend)``."""
+    processes)``."""
     args = parser.parse(argv)
-    distributed.launch_inference(lambda backend: run(args, backend), parser, args)
+    distributed.launch_inference(lambda processes: run(args, processes), parser, args)
 
 
 def start_training(
@@ -86,17 +89,18 @@ def start_training(
     settings, backend)``. The settings name the commit of a model of the Hub, which config.yaml then records. A resumed
     run does not look for the model: it keeps its architecture and origin, and ``train`` gets no ``init_from``."""
 
-    def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
-        resumed, source = read_config_to_resume(args, backend), args.init_from
-        origin = fetch_model(source, backend) if resumed is None else resumed.get("init_from")
+    def start(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+        processes, source = backend.processes, args.init_from
+        resumed = read_config_to_resume(args, processes)
+        origin = fetch_model(source, processes) if resumed is None else resumed.get("init_from")
         if source:
-            with backend.raise_on_all_ranks():
+            with processes.raise_on_all_ranks():
                 if resumed is None:
                     lines = adopt_architecture(parser, args)
                 else:
                     lines = restore_architecture(parser, args, resumed)
             for line in lines:
-                backend.say(line)
+                processes.say(line)
             settings = parser.settings(args)
         if resumed is not None:
             args.init_from, args.resumed = None, resumed
@@ -205,7 +209,7 @@ def describe_model(path: str | Path) -> dict[str, Any]:
         return {**description, **extras}
 
 
-def fetch_model(name: str | None, backend: Any) -> str | None:
+def fetch_model(name: str | None, processes: ProcessGroup) -> str | None:
     """Fetch the same commit of a model for all processes: the root asks the Hub for the commit, then one process of
     each machine downloads it, and the others find it in the cache. Where the root finds a local path of this name, no
     process asks the Hub. Collective.
@@ -221,18 +225,18 @@ def fetch_model(name: str | None, backend: Any) -> str | None:
     from .weights import hub
 
     pinned_name, is_on_hub = name, False
-    with backend.raise_on_all_ranks():
-        if backend.is_root and (is_on_hub := hub.is_on_hub(name)):
+    with processes.raise_on_all_ranks():
+        if processes.is_root and (is_on_hub := hub.is_on_hub(name)):
             model, _ = hub.parse_name(name) or (name, None)
-            backend.heartbeat("downloading the model", is_uninterrupted=True)
+            processes.heartbeat("downloading the model", is_uninterrupted=True)
             pinned_name = f"{model}@{hub.download(name).name}"
-    pinned_name, is_on_hub = backend.broadcast_object([pinned_name, is_on_hub])
+    pinned_name, is_on_hub = processes.broadcast_object([pinned_name, is_on_hub])
     if not is_on_hub:
         hub.set_folder(name, Path(name))
         return name
     for is_first in (True, False):
-        with backend.raise_on_all_ranks():
-            if (backend.local_rank == 0) == is_first:
-                backend.heartbeat("downloading the model", is_uninterrupted=True)
+        with processes.raise_on_all_ranks():
+            if (processes.local_rank == 0) == is_first:
+                processes.heartbeat("downloading the model", is_uninterrupted=True)
                 hub.set_folder(name, hub.download(pinned_name))
     return pinned_name

@@ -2,7 +2,7 @@
 
     assert on_processes(3, lambda process: process.sum({"one": 1})) == [{"one": 3.0}] * 3
 
-A `Process` is the product's own backend; only the two primitives through which it meets the others are a test's.
+A `Process` is the product's own; only the two primitives through which it meets the others are a test's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from tandem import distributed
 from tandem.distributed import Backend, Launch, plan_batches
-from tandem.distributed.base import Options
+from tandem.distributed.base import Connection, Options
 from tandem.distributed.collectives import Communicator, Handle
+from tandem.distributed.process_group import ProcessGroup
 from tandem.distributed.signals import StopRequest
-from tandem.distributed.watchdog import Watchdog
 
 OF_A_SCRIPT: dict[str, Any] = {
     "batch_size": 12, "grad_accum_steps": 1, "precision": "fp32", "max_grad_norm": 0.0, "max_skipped_updates": 20,
@@ -55,8 +55,8 @@ def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=variables, cwd=root, capture_output=True, text=True)
 
 
-class Process(Backend):
-    """One of several processes, or the only one; it is connected, and hears the signals in ``received``.
+class ThreadBackend(Backend):
+    """The backend of one of several processes, or of the only one; it is connected.
 
     Args:
         comm: What it meets the others through, e.g. ``Root(512)``.
@@ -66,46 +66,59 @@ class Process(Backend):
     name, launch_order = "threads", 0
 
     def __init__(self, comm: Communicator | None = None, **values: Any) -> None:
-        self.comm, self.device = comm or Communicator(), torch.device("cpu")
-        world_size = self.comm.world_size
-        batch_size = values.get("batch_size", world_size)
+        comm = comm or Communicator()
         plan = plan_batches(
-            batch_size, values.get("grad_accum_steps", 1), world_size, batch_parts=values.get("batch_parts", 0)
-        )
+            values.get("batch_size", comm.world_size), values.get("grad_accum_steps", 1), comm.world_size,
+            batch_parts=values.get("batch_parts", 0),
+        )  # fmt: skip
         known = {field.name for field in fields(Options)}
         options = Options(plan, **{name: value for name, value in values.items() if name in known})
-        super().__init__(Launch("python", self.comm.rank, 0, world_size), options, argparse.Namespace())
-        # What it means to enter a backend, but for handlers of signals, which the main thread alone may set.
-        self._signals = MagicMock()
-        self.watchdog = Watchdog(Communicator(), self.launch, 1.0)
-        self.received: set[int] = set()
-        self.stop = StopRequest(self.comm, self.received)
+        super().__init__(Launch("python", comm.rank, 0, comm.world_size), options, argparse.Namespace())
+        self.processes = Process(comm)
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return False
 
-    def connect(self) -> None:
-        """It is connected."""
+    def connect(self) -> Connection:
+        raise AssertionError("it is connected")
 
     def disconnect(self, gracefully: bool) -> None:
         """Nothing is left."""
 
 
-def on_processes(
+class Process(ProcessGroup):
+    """One of several processes, or the only one; it hears the signals in ``received``. A watchdog of its own alone."""
+
+    def __init__(self, comm: Communicator | None = None) -> None:
+        comm = comm or Communicator()
+        # But for handlers of signals, which the main thread alone may set.
+        signals = MagicMock(received=set(), is_orphan=lambda: False)
+        super().__init__(Launch("python", 0, 0, 1), torch.device("cpu"), Communicator(), signals, timeout_minutes=1.0)
+        self.rank, self.world_size, self.comm = comm.rank, comm.world_size, comm
+        self.received: set[int] = signals.received
+        self.stop = StopRequest(comm, self.received)
+
+
+def on_processes(world_size: int, work: Callable[[Any], Any], **options: Any) -> list[Any]:
+    """What the work returns on each process, given its `ProcessGroup`; see `on_backends`."""
+    return on_backends(world_size, lambda backend: work(backend.processes), **options)
+
+
+def on_backends(
     world_size: int,
     work: Callable[[Any], Any],
     *,
     catches: type[Exception] | tuple[type[Exception], ...] = (),
     **values: Any,
 ) -> list[Any]:
-    """What the work returns on each process, by rank, or an error that it ``catches``; any other error is raised. A
-    single process is the calling thread."""
+    """What the work returns on each process, given its backend, by rank, or an error that it ``catches``; any other
+    error is raised. A single process is the calling thread."""
     meeting = _Meeting(world_size)
 
     def main(rank: int) -> Any:
         try:
-            return work(Process(Threads(rank, meeting), **values))
+            return work(ThreadBackend(Threads(rank, meeting), **values))
         except catches as error:
             return error
         finally:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.distributed.collectives import Communicator
 from tandem.training.run import Run
-from tests.processes import Process, Root
+from tests.processes import Root, ThreadBackend
 from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
 
 BATCH = 512  # over all processes
@@ -56,11 +56,11 @@ def counted(script: Script, world_size: int, folder: Path, **flags: Any) -> list
     tiny = {**RUN, **script.tiny, **script.all_parts, "ema_decay": 0.9, "batch_size": BATCH, "max_steps": 99}
     asked = {**tiny, script.data.flag: f"{script.data.demonstration}:{4 * BATCH}", "output_dir": folder, **flags}
     args = script.parsed(*words(asked))
-    processes = Process(root, **vars(args))
-    processes.watchdog.barrier = lambda: root.count("meetings")  # type: ignore[method-assign]
+    backend = ThreadBackend(root, **vars(args))
+    backend.processes.watchdog.barrier = lambda: root.count("meetings")  # type: ignore[method-assign]
     gc.freeze()  # as in `Script.main`; the run's end unfreezes
     with Run.watched(root.watch), pytest.raises(KilledError):
-        script.module.train(args, script.module.build_parser().settings(args), processes)
+        script.module.train(args, script.module.build_parser().settings(args), backend)
     return root.counts
 
 

@@ -112,7 +112,7 @@ class Reference:
         """What the reference says of each update, on the batches of the script's feed."""
         of = self.reference
         with one_process(args.batch_size) as backend:
-            feed = self.feed(args, backend)
+            feed = self.feed(args, backend.processes)
             batches = [of.batch(feed.start(0)), *(of.batch(feed.next()) for _ in range(UPDATES - 1))]
         for said in of.module.train(*models, batches, *self.noise(args), of.settings(args)):
             yield {name: float(value) for name, value in said.items()}
@@ -132,7 +132,7 @@ def of_vae(name: str, **flags: Any) -> Reference:
 def images_or_clips(feed: Callable[[argparse.Namespace, Any], Any], args: argparse.Namespace) -> Tensor:
     """The first batch of a feed, in [0, 1]."""
     with one_process(args.batch_size) as backend:
-        batch = feed(args, backend).start(0)
+        batch = feed(args, backend.processes).start(0)
     return to_unit_range(batch["videos" if "videos" in batch else "images"])
 
 
@@ -198,17 +198,17 @@ def noise_of_decoder(args: argparse.Namespace) -> list[Callable[[int, int], Any]
 def of_mulan(name: str, **flags: Any) -> Reference:
     return Reference(
         name, MULAN, flags, lambda args: [train_mulan.build_model(args, tokenizer(args))],
-        lambda args, backend: sound_feed(args, backend, tokenizer(args)), OF_MULAN, noise_of_mulan, kept=None,
+        lambda args, processes: sound_feed(args, processes, tokenizer(args)), OF_MULAN, noise_of_mulan, kept=None,
     )  # fmt: skip
 
 
 def of_decoder(name: str, **flags: Any) -> Reference:
-    def feed(args: argparse.Namespace, backend: Any) -> Any:
-        return decoder_feed(args, backend, image_size=args.image_sizes[-1])
+    def feed(args: argparse.Namespace, processes: Any) -> Any:
+        return decoder_feed(args, processes, image_size=args.image_sizes[-1])
 
     def build(args: argparse.Namespace) -> list[nn.Module]:
         with one_process(args.batch_size) as backend:
-            return [train_decoder.build_model(args, widths_of(feed(args, backend).first))]
+            return [train_decoder.build_model(args, widths_of(feed(args, backend.processes).first))]
 
     # Biases before a norm have a gradient of 0 but for rounding, which Adam follows: weights are not compared.
     return Reference(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tandem.distributed.base import Backend
+from tandem.distributed.base import Backend, Connection
 from tandem.distributed.launchers import Launch
 
 
@@ -17,13 +17,13 @@ class DDPBackend(Backend):
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher in ("torchrun", "srun", "mpirun")
 
-    def connect(self) -> None:
+    def connect(self) -> Connection:
         from tandem.distributed.devices import local_device
         from tandem.distributed.torch_comm import TorchCommunicator, init_process_group
 
-        self.device = local_device(self.local_rank, self.launch.launcher)
-        self.is_restart = init_process_group(self.launch, self.device, self.options.timeout_minutes)
-        self.comm = TorchCommunicator()
+        device = local_device(self.launch.local_rank, self.launch.launcher)
+        is_restart = init_process_group(self.launch, device, self.options.timeout_minutes)
+        return Connection(device, TorchCommunicator(), is_restart)
 
     def remove_time_limit(self) -> None:
         from tandem.distributed.torch_comm import remove_time_limit

@@ -11,7 +11,7 @@ import argparse
 import os
 import socket
 
-from tandem.distributed.base import Backend
+from tandem.distributed.base import Backend, Connection
 from tandem.distributed.errors import UserMistake
 from tandem.distributed.launchers import Launch
 from tandem.io.installed import HOME, short_path
@@ -40,7 +40,7 @@ class HorovodBackend(Backend):
         if args.reduce_precision == "bf16":
             raise UserMistake("--reduce_precision bf16: Horovod adds no numbers in bf16; use torchrun, or leave it out")
 
-    def connect(self) -> None:
+    def connect(self) -> Connection:
         from tandem.distributed.torch_comm import unreachable_own_address
 
         # horovodrun finds the right network interface, but Horovod 0.28.1 forgets it for the second of its two meshes.
@@ -69,14 +69,14 @@ class HorovodBackend(Backend):
                 f"{self.launch.launcher} started {self.launch.world_size} processes, Horovod sees {hvd.size()}; "
                 "start the script with horovodrun"
             )
-        self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
-        self.device = local_device(self.local_rank, self.launch.launcher)
-        if self.device.type == "cuda" and not hvd.nccl_built():
+        device = local_device(hvd.local_rank(), self.launch.launcher)
+        if device.type == "cuda" and not hvd.nccl_built():
             raise ValueError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
-        self.comm = HorovodCommunicator()
+        comm = HorovodCommunicator()
         # NCCL, which starts with the first gradients, would fail if two processes share a GPU.
-        if mistake := shared_gpu_error(self.comm.gather_objects(gpu_id(self.device))):
+        if mistake := shared_gpu_error(comm.gather_objects(gpu_id(device))):
             raise UserMistake(mistake)
+        return Connection(device, comm, self.launch.is_restart)
 
     def disconnect(self, gracefully: bool) -> None:
         import horovod.torch as hvd

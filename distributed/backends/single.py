@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tandem.distributed.base import Backend, Options
+from tandem.distributed.base import Backend, Connection, Options
 from tandem.distributed.errors import UserMistake
 from tandem.distributed.launchers import Launch
 
@@ -28,12 +28,11 @@ class SingleBackend(Backend):
                 "start the script with python, or leave the choice to auto"
             )
 
-    def connect(self) -> None:
+    def connect(self) -> Connection:
         from tandem.distributed.collectives import Communicator
         from tandem.distributed.devices import local_device
 
-        self.device = local_device(self.local_rank)
-        self.comm = Communicator()
+        return Connection(local_device(self.launch.local_rank), Communicator(), self.launch.is_restart)
 
     def disconnect(self, gracefully: bool) -> None:
         return None

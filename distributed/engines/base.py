@@ -6,7 +6,7 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 from tandem.distributed.errors import TrainingStopped, first_line, lacks_memory
 
-from .arithmetic import SkipGuard, backward_weight, split_batch
+from .arithmetic import SkipGuard, autocast, backward_weight, split_batch
 from .optimizer_state import copy_to_cpu
 from .replicas import check_replicas
 
 if TYPE_CHECKING:
-    from tandem.distributed.base import Backend
+    from tandem.distributed.base import Options
+    from tandem.distributed.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Update:
 
     grad_norm: Tensor
     """L2 norm of the mean gradient before clipping, 0-d; the same on every process. NaN where an engine leaves it out,
-    because it clips nothing and `Backend.norms_are_logged` is off."""
+    because it clips nothing and nobody asks for the norm."""
     skipped: Tensor
     """0-d bool: a gradient was not finite, so nothing was changed."""
     lr: float
@@ -57,11 +58,12 @@ class Engine(ABC):
     """Whether a scheduler of the backend sets the learning rate, so that the script's is ignored."""
 
     def __init__(
-        self, backend: Backend, model: nn.Module, optimizer: Optimizer, *, name: str, max_grad_norm: float | None
-    ) -> None:
-        options = backend.options
-        check_replicas(model, "before training", backend.gather_objects)
-        self.module, self.name, self._backend, self._plan = model, name, backend, options.plan
+        self, processes: ProcessGroup, options: Options, model: nn.Module, optimizer: Optimizer, *, name: str,
+        max_grad_norm: float | None,
+    ) -> None:  # fmt: skip
+        check_replicas(model, "before training", processes.gather_objects)
+        self.module, self.name, self._processes = model, name, processes
+        self._options, self._plan = options, options.plan
         #: Number of weights of the whole model, trained or not.
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._optimizer: Any = optimizer
@@ -72,7 +74,7 @@ class Engine(ABC):
         self._empty_module = _copy_without_weights(model)
         self._set_up(model, optimizer)
         self._guard = SkipGuard(
-            self._graph_parameters, options.max_skipped_updates, backend.device, backend.gather_objects
+            self._graph_parameters, options.max_skipped_updates, processes.device, processes.gather_objects
         )
 
     @abstractmethod
@@ -83,12 +85,21 @@ class Engine(ABC):
         """The forward pass, under the chosen precision."""
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
-        self._backend.watchdog.heartbeat("forward", update=self._updates, gathers=self.is_sharded)
-        with contextlib.nullcontext() if self._is_eager else self._backend.autocast():
+        self._processes.watchdog.heartbeat("forward", update=self._updates, gathers=self.is_sharded)
+        with contextlib.nullcontext() if self._is_eager else self.autocast():
             output = (self._eager_forward if self._is_eager else self.module)(*args, **kwargs)
         if self.is_sharded:
-            self._backend.watchdog.heartbeat("computing")  # no more weights are gathered
+            self._processes.watchdog.heartbeat("computing")  # no more weights are gathered
         return output
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-batches per update of this process."""
+        return self._plan.grad_accum_steps
+
+    def autocast(self) -> _GeneratorContextManager[None]:
+        """The precision of the forward pass, for calls of ``module``."""
+        return autocast(self._options.precision, self._processes.device)
 
     def _graph_parameters(self) -> Iterable[tuple[str, Any]]:
         """Names and parameters of the autograd graph, whose gradients are inspected after a non-finite update."""
@@ -125,38 +136,39 @@ class Engine(ABC):
         """
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
-        self._backend.watchdog.heartbeat("backward", update=self._updates, gathers=self.is_sharded)
+        self._processes.watchdog.heartbeat("backward", update=self._updates, gathers=self.is_sharded)
         self._add_gradients(loss, backward_weight(items, total, self._plan), retain_graph)
-        self._backend.watchdog.heartbeat("computing")
+        self._processes.watchdog.heartbeat("computing")
 
     @abstractmethod
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
         """Add the gradients of ``weight`` x ``loss``; the update is their sum over all calls and processes."""
 
-    def step(self) -> Update:
+    def step(self, *, with_norm: bool = True) -> Update:
         """Reduce, unscale and clip the gradients, update the weights unless a gradient is not finite, and clear them.
+        Without ``with_norm``, `Update.grad_norm` may be left out.
 
         Raises:
             TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.
         """
-        self._backend.watchdog.heartbeat("reducing gradients", update=self._updates, collective=True)
+        self._processes.watchdog.heartbeat("reducing gradients", update=self._updates, collective=True)
         learning_rate = self.lr  # read before the backend's own scheduler advances it
-        norm, finite = self._update()
+        norm, finite = self._update(with_norm)
         self._updates += 1
         # On a GPU `after_update` waits for the reduction of the update before.
-        self._backend.watchdog.heartbeat("waiting for the sums of gradients", update=self._updates, collective=True)
+        self._processes.watchdog.heartbeat("waiting for the sums of gradients", update=self._updates, collective=True)
         self._guard.after_update(finite, self._updates)
-        self._backend.watchdog.heartbeat("computing", update=self._updates)
-        interval = self._backend.options.check_replicas_every_n_steps
-        if self._backend.world_size > 1 and not self.is_sharded and interval > 0 and self._updates % interval == 0:
+        self._processes.watchdog.heartbeat("computing", update=self._updates)
+        interval = self._options.check_replicas_every_n_steps
+        if self._processes.world_size > 1 and not self.is_sharded and interval > 0 and self._updates % interval == 0:
             when = f"after update {self._updates} of {self.name}"
-            check_replicas(self.module, when, self._backend.gather_objects)
+            check_replicas(self.module, when, self._processes.gather_objects)
         return Update(norm, ~finite, learning_rate)
 
     @abstractmethod
-    def _update(self) -> tuple[Tensor, Tensor]:
+    def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
         """Make one optimizer step, or none if a gradient is not finite, and clear the gradients. Calls the
-        backend's ``about_to_update`` first. Returns `Update.grad_norm`, and whether the step was made (0-d bool)."""
+        processes' ``about_to_update`` first. Returns `Update.grad_norm`, and whether the step was made (0-d bool)."""
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -244,7 +256,7 @@ class Engine(ABC):
         """The same for all backends: ``weights`` (fp32, by name), ``optimizer`` (``step`` and ``moments`` by slot and
         parameter name), ``scaler``, ``updates``, ``skipped_updates``. Collective.
 
-        For checkpoints: references, not copies. Finish copying before the next update (``Backend.before_update``). In
+        For checkpoints: references, not copies. Finish copies before the next update (`ProcessGroup.before_update`). In
         the place of a tensor that is sharded, or that a forward pass may change, stands a function that returns it
         whole, on the device: a process that needs it copies it at once. All processes call these functions in the same
         order."""
@@ -266,8 +278,8 @@ class Engine(ABC):
                 read.
             TrainingStopped: this process alone has too little memory to exchange the weights.
         """
-        self._backend.finish_copies()
-        with self._backend.raise_on_all_ranks():
+        self._processes.finish_copies()
+        with self._processes.raise_on_all_ranks():
             try:
                 self._write_state(state)
             except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -278,7 +290,7 @@ class Engine(ABC):
             if not lacks_memory(error):
                 raise
             # The others wait in a collective, so this process cannot agree with them on the error.
-            text = f"rank {self._backend.rank}: not enough memory to exchange the weights: {first_line(error)}"
+            text = f"rank {self._processes.rank}: not enough memory to exchange the weights: {first_line(error)}"
             raise TrainingStopped(text, on_one_rank=True) from error
         self._updates = state["updates"]
         self._guard.total.fill_(state["skipped_updates"])

@@ -23,21 +23,21 @@ class ReplicatedEngine(Engine):
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self._scaler = LossScaler(self._backend.options.precision == "fp16", self._backend.device)
+        self._scaler = LossScaler(self._options.precision == "fp16", self._processes.device)
         parameters = list(self._names)
         self._reducer: GradientReducer | OrderedSum
         if self._plan.batch_parts:
-            self._reducer = OrderedSum(parameters, self._backend.comm, self._plan.grad_accum_steps)
+            self._reducer = OrderedSum(parameters, self._processes.comm, self._plan.grad_accum_steps)
             for parameter, gradient in self._reducer.by_parameter.items():
                 parameter.grad = gradient
             unfuse(optimizer)
         else:
             self._reducer = GradientReducer(
-                parameters, self._backend.comm, self.name, self._plan.grad_accum_steps, self._backend.stop,
-                torch.bfloat16 if self._backend.options.reduce_precision == "bf16" else None,
+                parameters, self._processes.comm, self.name, self._plan.grad_accum_steps, self._processes.stop,
+                torch.bfloat16 if self._options.reduce_precision == "bf16" else None,
             )  # fmt: skip
-        if self._backend.options.compile:
-            if self._backend.world_size > 1 and not self._plan.batch_parts:
+        if self._options.compile:
+            if self._processes.world_size > 1 and not self._plan.batch_parts:
                 cut_graph(model)
             model.compile()
 
@@ -52,9 +52,9 @@ class ReplicatedEngine(Engine):
         return self._scaler.scale * count
 
     @torch.no_grad()
-    def _update(self) -> tuple[Tensor, Tensor]:
-        gradients, norm = self._reduce_gradients()
-        self._backend.watchdog.heartbeat("updating the weights")
+    def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
+        gradients, norm = self._reduce_gradients(with_norm or self._max_grad_norm > 0)
+        self._processes.watchdog.heartbeat("updating the weights")
         scale = self._loss_scale()
         if norm is None:
             norm, finite, divisor = scale.new_full((), torch.nan), all_finite(gradients), scale.float()
@@ -62,7 +62,7 @@ class ReplicatedEngine(Engine):
             norm = norm / scale
             finite, divisor = torch.isfinite(norm), (clip_divisor(norm, self._max_grad_norm) * scale).float()
         divides = self._max_grad_norm > 0 or self._scaler.enabled
-        self._backend.about_to_update()
+        self._processes.about_to_update()
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers divide and skip in their kernel, so no pass over the gradients and no wait is needed.
             self._optimizer.grad_scale, self._optimizer.found_inf = (divisor if divides else None, (~finite).float())
@@ -76,13 +76,12 @@ class ReplicatedEngine(Engine):
         self._scaler.update(finite)
         return norm.float(), finite
 
-    def _reduce_gradients(self) -> tuple[list[Tensor], Tensor | None]:
+    def _reduce_gradients(self, with_norm: bool) -> tuple[list[Tensor], Tensor | None]:
         """Finish the sums over the processes. Returns the gradients that this process's optimizer uses, and the norm of
-        the whole model's gradients, 0-d fp64; None if it is needed neither to clip nor for the log."""
+        the whole model's gradients, 0-d fp64; None without `with_norm`."""
         self._reducer.finish()
         gradients = self._reducer.gradients
-        needs_norm = self._max_grad_norm > 0 or self._backend.norms_are_logged
-        return gradients, gradient_norm(gradients) if needs_norm else None
+        return gradients, gradient_norm(gradients) if with_norm else None
 
     def _clear_gradients(self) -> None:
         """Drop the gradients of this update."""

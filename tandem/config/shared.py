@@ -33,7 +33,7 @@ from .converters import (
 from .fields import Requirement, flag, given, when
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
     from .parser import ArgumentParser
 
@@ -283,9 +283,8 @@ class RunFlags:
         parser.choose_one(args, valid_folder=None, valid_fraction=0.0)
 
 
-def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, Any]:
+def kernel_settings(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any]:
     """Settings that choose the kernels, and so influence the last bits of a result."""
     device = processes.device.type
     threads = args.cpu_threads if device == "cpu" else None
-    precision = processes.options.precision
-    return {"precision": precision, "deterministic": args.deterministic, "device": device, "cpu_threads": threads}
+    return {"precision": args.precision, "deterministic": args.deterministic, "device": device, "cpu_threads": threads}

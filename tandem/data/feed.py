@@ -26,7 +26,7 @@ from .sampling import order
 from .sources import remote
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 Batch = dict[str, Any]  # see `TrainingData`
 _TRAINED_PER_VALIDATED = 10  # by default: samples trained on between two validations, per sample of a validation
@@ -57,7 +57,7 @@ class TrainingData:
         self,
         open_samples: Callable[[], SampleDataset],
         args: argparse.Namespace,
-        processes: Backend,
+        processes: ProcessGroup,
         *,
         noun: str,
         source: str,

@@ -33,7 +33,7 @@ from .fields import (
 from .tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 Spec = str | DatasetSpec | None
 
@@ -61,7 +61,7 @@ def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: 
 def _open_feed(
     open_set: Callable[..., SampleDataset],
     args: argparse.Namespace,
-    processes: Backend,
+    processes: ProcessGroup,
     flag: str,
     noun: str,
     train_options: Mapping[str, Any] = {},
@@ -86,7 +86,7 @@ def image_opener(args: argparse.Namespace, **options: Any) -> Callable[..., Samp
     return partial(open_images, **_picture_options(args, args.image_size), **options)
 
 
-def image_data(args: argparse.Namespace, processes: Backend, channels: int = 3) -> TrainingData:
+def image_data(args: argparse.Namespace, processes: ProcessGroup, channels: int = 3) -> TrainingData:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `TrainingData` raises."""
     return _open_feed(image_opener(args, channels=channels), args, processes, "image_folder", "image")
 
@@ -119,7 +119,7 @@ def video_opener(args: argparse.Namespace) -> Callable[..., SampleDataset]:
     return partial(open_videos, **_picture_options(args, args.image_size), **clip_options)
 
 
-def video_data(args: argparse.Namespace, processes: Backend) -> TrainingData:
+def video_data(args: argparse.Namespace, processes: ProcessGroup) -> TrainingData:
     """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
     images, as clips of one frame. Validation is of videos only. Raises what `TrainingData` raises."""
     feed_options = dict[str, Any]()
@@ -167,7 +167,7 @@ def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Re
     return source
 
 
-def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> TrainingData:
+def sound_feed(args: argparse.Namespace, processes: ProcessGroup, tokenizer: Tokenizer) -> TrainingData:
     """The feed of a script that trains on sounds and captions. Raises what `TrainingData` raises."""
     options = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
     return _open_feed(partial(open_sounds, **options, tokenizer=tokenizer), args, processes, "audio_data", "sound")
@@ -229,7 +229,7 @@ def open_conditioned(
 
 def decoder_feed(
     args: argparse.Namespace,
-    processes: Backend,
+    processes: ProcessGroup,
     *,
     image_size: int,
     takes_image: bool = True,

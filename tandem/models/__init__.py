@@ -1,41 +1,59 @@
-"""The models: plain modules, independent of command lines, processes, run folders and loggers.
-
-The module of a model is imported at the first access to the model, so that importing this package loads no PyTorch.
-"""
+"""The models: plain modules, independent of command lines, processes, run folders and loggers."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tandem.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from tandem.models.audio_text.mulan import MuLaN, MulanOutput
-    from tandem.models.autoencoders.discrete_vae import DiscreteVAE, VAEOutput
-    from tandem.models.autoencoders.discriminator import Discriminator, VideoDiscriminator
-    from tandem.models.autoencoders.video_tokenizer import VideoTokenizer, VideoTokenizerOutput
-    from tandem.models.autoencoders.vqgan import VQGAN, VQGANOutput
-    from tandem.models.diffusion.decoder import Decoder
-    from tandem.models.diffusion.unet import Unet
-    from tandem.models.layers.video.causal import StreamState
-
+    from .audio_text.mulan import MuLaN, MulanOutput
+    from .autoencoders.discrete_vae import DiscreteVAE, VAEOutput
+    from .autoencoders.discriminator import Discriminator, VideoDiscriminator
+    from .autoencoders.video_tokenizer import VideoTokenizer, VideoTokenizerOutput
+    from .autoencoders.vqgan import VQGAN, VQGANOutput
     from .base import build_in_memory
+    from .diffusion import DiffusionLoss, Losses
+    from .diffusion.decoder import Decoder
+    from .diffusion.unet import Unet
+    from .features.clip import Clip, with_embeddings
+    from .features.i3d import i3d_features
+    from .features.lpips import load_lpips, load_perceptual
+    from .layers.video.blocks import check_frames
+    from .layers.video.causal import StreamState
 
 __all__ = [
-    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "StreamState", "Unet",
-    "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput", "build_in_memory",
+    "VQGAN",
+    "Clip",
+    "Decoder",
+    "DiffusionLoss",
+    "DiscreteVAE",
+    "Discriminator",
+    "Losses",
+    "MuLaN",
+    "MulanOutput",
+    "StreamState",
+    "Unet",
+    "VAEOutput",
+    "VQGANOutput",
+    "VideoDiscriminator",
+    "VideoTokenizer",
+    "VideoTokenizerOutput",
+    "build_in_memory",
+    "check_frames",
+    "i3d_features",
+    "load_lpips",
+    "load_perceptual",
+    "with_embeddings",
 ]  # fmt: skip
 
-_MODULES = {
-    "VQGAN": "autoencoders.vqgan", "Decoder": "diffusion.decoder", "DiscreteVAE": "autoencoders.discrete_vae",
-    "Discriminator": "autoencoders.discriminator", "MuLaN": "audio_text.mulan", "MulanOutput": "audio_text.mulan",
-    "StreamState": "layers.video.causal", "Unet": "diffusion.unet", "VAEOutput": "autoencoders.discrete_vae",
+__getattr__ = lazy_names(__name__, {
+    "Clip": "features.clip", "Decoder": "diffusion.decoder", "DiffusionLoss": "diffusion",
+    "DiscreteVAE": "autoencoders.discrete_vae", "Discriminator": "autoencoders.discriminator", "Losses": "diffusion",
+    "MuLaN": "audio_text.mulan", "MulanOutput": "audio_text.mulan", "StreamState": "layers.video.causal",
+    "Unet": "diffusion.unet", "VAEOutput": "autoencoders.discrete_vae", "VQGAN": "autoencoders.vqgan",
     "VQGANOutput": "autoencoders.vqgan", "VideoDiscriminator": "autoencoders.discriminator",
     "VideoTokenizer": "autoencoders.video_tokenizer", "VideoTokenizerOutput": "autoencoders.video_tokenizer",
-    "build_in_memory": "base",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    "build_in_memory": "base", "check_frames": "layers.video.blocks", "i3d_features": "features.i3d",
+    "load_lpips": "features.lpips", "load_perceptual": "features.lpips", "with_embeddings": "features.clip",
+})  # fmt: skip

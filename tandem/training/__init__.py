@@ -1,5 +1,64 @@
-"""What the training scripts have in common: the loop (loop.py), the run (run.py), losses, metrics, logs, checkpoints.
+"""What the training scripts use around their models and losses: the run, its loop, averages, losses, metrics, pictures.
 
-The metrics are also those of evaluate.py. Nothing here starts or connects processes, which `tandem.launch` does. This
-file imports nothing, so that `--help` stays quick.
+Nothing here starts or connects processes: collectives are passed in as callables.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tandem.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .cascade import Cascade
+    from .ema import final_metric, final_weights, make_ema
+    from .evaluation import Action, Evaluation, final_model
+    from .generation import Generation, sampling_example
+    from .loop import updates
+    from .losses.contrastive import Contrastive
+    from .losses.diffusion import DiffusionDraws, LowresDraws
+    from .losses.gan import GANLoss, frames_of
+    from .losses.grad_cache import GradCache
+    from .metrics.autoencoders import evaluate_autoencoder, reconstructions
+    from .metrics.averages import Averages
+    from .metrics.collapse import CollapseAlarm, ReconstructionAlarm
+    from .metrics.embedder import Embedder, text_inputs, width_of
+    from .metrics.fid import load_inception
+    from .metrics.generation import GenerationQuality, missing_metrics_text
+    from .metrics.reconstruction import ReconstructionQuality
+    from .metrics.retrieval import RetrievalQuality, class_embeddings, prompts
+    from .metrics.unets import UnetErrors
+    from .metrics.videos import VideoQuality
+    from .noise import Noise
+    from .optimizers import make_optimizer
+    from .run import Run
+    from .run_folder.best import BestModel
+    from .visuals.images import Sample, code_histogram, grid
+    from .visuals.sounds import best_matches, sounds_picture
+    from .visuals.videos import film
+
+__all__ = [
+    "Action", "Averages", "BestModel", "Cascade", "CollapseAlarm", "Contrastive", "DiffusionDraws", "Embedder",
+    "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache", "LowresDraws", "Noise",
+    "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run", "Sample", "UnetErrors", "VideoQuality",
+    "best_matches", "class_embeddings", "code_histogram", "evaluate_autoencoder", "film", "final_metric",
+    "final_model", "final_weights", "frames_of", "grid", "load_inception", "make_ema", "make_optimizer",
+    "missing_metrics_text", "prompts", "reconstructions", "sampling_example", "sounds_picture", "text_inputs",
+    "updates", "width_of",
+]  # fmt: skip
+
+__getattr__ = lazy_names(__name__, {
+    "Action": "evaluation", "Averages": "metrics.averages", "BestModel": "run_folder.best", "Cascade": "cascade",
+    "CollapseAlarm": "metrics.collapse", "Contrastive": "losses.contrastive", "DiffusionDraws": "losses.diffusion",
+    "Embedder": "metrics.embedder", "Evaluation": "evaluation", "GANLoss": "losses.gan", "Generation": "generation",
+    "GenerationQuality": "metrics.generation", "GradCache": "losses.grad_cache", "LowresDraws": "losses.diffusion",
+    "Noise": "noise", "ReconstructionAlarm": "metrics.collapse", "ReconstructionQuality": "metrics.reconstruction",
+    "RetrievalQuality": "metrics.retrieval", "Run": "run", "Sample": "visuals.images", "UnetErrors": "metrics.unets",
+    "VideoQuality": "metrics.videos", "best_matches": "visuals.sounds", "class_embeddings": "metrics.retrieval",
+    "code_histogram": "visuals.images", "evaluate_autoencoder": "metrics.autoencoders", "film": "visuals.videos",
+    "final_metric": "ema", "final_model": "evaluation", "final_weights": "ema", "frames_of": "losses.gan",
+    "grid": "visuals.images", "load_inception": "metrics.fid", "make_ema": "ema", "make_optimizer": "optimizers",
+    "missing_metrics_text": "metrics.generation", "prompts": "metrics.retrieval",
+    "reconstructions": "metrics.autoencoders", "sampling_example": "generation", "sounds_picture": "visuals.sounds",
+    "text_inputs": "metrics.embedder", "updates": "loop", "width_of": "metrics.embedder",
+})  # fmt: skip

@@ -25,7 +25,7 @@ from tandem.training.logging.progress import format_duration
 from tandem.training.run_folder.starts import starts
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
     from .evaluation import Action
     from .run import Run
@@ -90,7 +90,7 @@ def run_dry(
 def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
     """A line on the operations of an update and their share of the devices' peak; None if unknown. Collective."""
     processes = run.processes
-    device, precision = processes.device, processes.options.precision
+    device, precision = processes.device, run.backend.options.precision
     flops = processes.sum({"flops": run.operations.flops_of(kind)})["flops"]
     if math.isnan(flops):
         return None
@@ -121,7 +121,7 @@ def _timed(seconds: list[float], device: torch.device) -> Iterator[None]:
     seconds.append(time.monotonic() - start)
 
 
-def folder_beside(output_dir: str, processes: Backend) -> str:
+def folder_beside(output_dir: str, processes: ProcessGroup) -> str:
     """Create a temporary folder beside a run folder. The root deletes it when its process ends, at the latest, with the
     parents that it created. It also deletes such folders of dry runs that were killed on its machine.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from tandem.training.visuals.images import grid, shorten_caption
 from .noise import Noise
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
     from tandem.models import Decoder
     from tandem.models.features.clip import Clip
 
@@ -51,6 +51,7 @@ class Generation:
     Args:
         conditions: Batch -> the conditions of its pictures, (b, ...) each.
         sampling: The argument `sampling` of `Decoder.sample`.
+        autocast: The precision of the decoder's forward passes.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class Generation:
         feed: Any,
         conditions: Callable[[Batch], Mapping[str, Tensor]],
         sampling: Any,
-        processes: Backend,
+        processes: ProcessGroup,
         seed: int,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._feed, self._conditions, self._sampling = feed, conditions, sampling
-        self._processes, self._seed = processes, seed
+        self._processes, self._seed, self._autocast = processes, seed, autocast
 
     @torch.no_grad()
     def measure(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
@@ -123,7 +125,7 @@ class Generation:
                 raise _Interrupted
 
         report_step(0, 0)
-        with self._processes.autocast():
+        with self._autocast():
             return decoder.sample(conditions, noise, self._sampling, batch=len(numbers), on_step=report_step, **options)
 
     def _draw_in_rounds(self, count: int, chunk: int, draw: Callable[[range], None]) -> None:

@@ -107,7 +107,6 @@ def updates(
                 _run_actions(run, evaluations, [action for action in _due(run, all_actions) if action.measures])
         while not run.progress.finished:
             run.notify("update", batch)
-            run.processes.norms_are_logged = run.progress.due(run.args.log_every_n_steps, ahead=1)
             step = run.progress.step
             with run.profiler.update(step + 1), run.operations.update(update_kind(step, batch)):
                 yield step, batch

@@ -78,13 +78,14 @@ class Run:
         self,
         args: argparse.Namespace,
         settings: Mapping[str, Any],
-        processes: Backend,
+        backend: Backend,
         feed: TrainingData,
         *,
         models: Mapping[str, Any],
         columns: Sequence[str] = (),
     ) -> None:
-        self.args, self._settings, self.processes, self.feed = args, settings, processes, feed
+        self.args, self._settings, self.backend, self.feed = args, settings, backend, feed
+        self.processes = processes = backend.processes
         self._model_descriptions, self._columns = ModelDescriptions(models), columns
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
@@ -100,10 +101,10 @@ class Run:
                 self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
             )
         size = feed.samples_per_epoch
-        processes.total_updates, self._length_flag, self.length = run_length(
+        backend.total_updates, self._length_flag, self.length = run_length(
             args.epochs, args.max_steps, size, args.batch_size, args.max_minutes
         )
-        self.progress = Progress(args.batch_size, size, processes.total_updates)
+        self.progress = Progress(args.batch_size, size, backend.total_updates)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
             sync_first=self.folder.metrics_file, check=self.folder.check_is_here,
@@ -125,10 +126,11 @@ class Run:
             is_compiled=args.compile, is_unknown=args.compile and getattr(args, "gradient_checkpointing", False)
         )
         self._metrics = Metrics(
-            args.log_every_n_steps, self.progress, processes, self.clock, self.operations, histogram_interval
-        )
+            args.log_every_n_steps, self.progress, processes, backend.grad_accum_steps, self.clock, self.operations,
+            histogram_interval,
+        )  # fmt: skip
         #: Operations per second that the devices of all processes could make; None: that is not known.
-        self.peak = total_peak_flops(processes)
+        self.peak = total_peak_flops(processes, backend.options.precision)
         self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
 
     @classmethod
@@ -155,6 +157,11 @@ class Run:
         """Call the functions of `watched` with an event of the loop."""
         for watch in self._watchers:
             watch(self, event, subject)
+
+    @property
+    def is_line_due(self) -> bool:
+        """Whether a line of metrics follows the update that is being made."""
+        return self._metrics.due
 
     @property
     def is_root(self) -> bool:
@@ -203,7 +210,7 @@ class Run:
         self._resumed_step = self.progress.step
         with processes.raise_on_all_ranks():
             if processes.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
-                start = {"script": self.args.script, "step": self.progress.step, **processes.describe()}
+                start = {"script": self.args.script, "step": self.progress.step, **self.backend.describe()}
                 start["data_fingerprint"] = self.feed.first.fingerprint
                 changed_flags = self.folder.begin(self._settings, start)
                 self.checkpoints.undeleted += self._averages.cut_back(self.progress.step)
@@ -217,14 +224,14 @@ class Run:
         for line in messages:
             self.say(line)
         self.say(self.args.config_note)
-        self.say(processes.summary())
+        self.say(self.backend.summary())
         self.say(batch_arithmetic(self.args, processes.world_size))
         self.say(", ".join(filter(None, map(describe_part, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
             self.say(f"resumed from {latest}")
-            for line in describe_changes(written_by, processes.describe()):
+            for line in describe_changes(written_by, self.backend.describe()):
                 self.say(line)
             for name, (old, new) in changed_flags.items():
                 self.say(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
@@ -339,7 +346,7 @@ class Run:
             self.progress.seconds = round(self.clock.seconds, 3)
             # A save that is made only because the run stops writes no averages, so that these do not depend on stops.
             write_averages = self._averages.write if self.progress.due(self.args.save_every_n_steps) else None
-            self.checkpoints.save(step, self._live_states(), self.processes.describe(), write_averages)
+            self.checkpoints.save(step, self._live_states(), self.backend.describe(), write_averages)
 
     def _live_states(self) -> dict[str, Any]:
         """The states of all parts; see `Stateful`. Collective."""
@@ -440,7 +447,7 @@ class Run:
         # "final" is the last, because wandb returns the newest artifact of a name without an alias.
         models = {"best": self.folder.path / "best", "final": Path(self._models[0])} if self._models else {}
         # After all else, because an upload may take longer than other processes or a scheduler wait.
-        self.processes.after_leaving(lambda: self.tracker.close(models))
+        self.backend.after_leaving(lambda: self.tracker.close(models))
         if failure:
             raise Failed
 

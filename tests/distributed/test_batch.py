@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tandem.distributed import UserMistake, plan_batches
+from tandem.distributed import Backend, UserMistake, plan_batches
 from tests.data.helpers import one_line
-from tests.processes import Process, on_processes
+from tests.processes import on_backends
 
 SIZES = [
     (batch, accumulation, world) for batch in range(1, 49) for accumulation in range(1, 6) for world in range(1, 8)
@@ -103,21 +103,22 @@ def test_a_run_that_goes_on_elsewhere_holds_no_more_samples_at_a_time(
     assert plan.asked_grad_accum_steps == accumulation, "so that a later start, also one without parts, may take it up"
 
 
-def agreed(process: Process, *, of_the_last: dict[str, Any], of_the_backend: tuple[bool, ...] = (True,) * 3) -> Any:
+def agreed(backend: Backend, *, of_the_last: dict[str, Any], of_the_backend: tuple[bool, ...] = (True,) * 3) -> Any:
     """The plan of a process when it has entered, of which the last one has other options."""
-    if process.rank == 2:
-        process.options = replace(process.options, **of_the_last)
+    processes = backend.processes
+    if processes.rank == 2:
+        backend.options = replace(backend.options, **of_the_last)
     # What a backend does while it is entered, and its own flags, of which these processes have none.
-    process.training_flags, process._own_flag_values = ("offload",), [of_the_backend[process.rank]]  # type: ignore[misc]
-    process._agree_on_plan()
-    return process.options.plan
+    backend.training_flags, backend._own_flag_values = ("offload",), [of_the_backend[processes.rank]]  # type: ignore[misc]
+    backend._agree_on_plan(processes.comm)
+    return backend.options.plan
 
 
 def test_a_machine_that_joins_takes_over_the_accumulation_of_the_run() -> None:
     of_two = {"batch_size": 48, "asked_grad_accum_steps": 1, "micro_batch_size": 12}
     knows = plan_batches(48, 1, 3, of_two)
     assert knows.grad_accum_steps == 2 and plan_batches(48, 1, 3).grad_accum_steps == 1
-    assert on_processes(3, lambda p: agreed(p, of_the_last={"plan": knows}), batch_size=48) == [knows] * 3
+    assert on_backends(3, lambda p: agreed(p, of_the_last={"plan": knows}), batch_size=48) == [knows] * 3
 
 
 @pytest.mark.parametrize(("other", "value"), [
@@ -126,7 +127,7 @@ def test_a_machine_that_joins_takes_over_the_accumulation_of_the_run() -> None:
 ], ids=str)  # fmt: skip
 def test_processes_that_would_call_other_collectives_are_refused(other: dict[str, Any], value: Any) -> None:
     flags = (True, True, bool(other))
-    errors = on_processes(
+    errors = on_backends(
         3, lambda p: agreed(p, of_the_last=other, of_the_backend=flags), batch_size=48, catches=ValueError
     )
     for rank, said in enumerate(map(str, errors)):

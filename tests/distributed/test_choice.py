@@ -68,8 +68,8 @@ def test_the_backend_is_the_one_asked_for_or_implied_by_flags_or_the_launchers(
     start(launcher)
     backend = chosen(flags)
     assert backend.name == name
-    assert (backend.rank, backend.world_size) == ((0, 1) if launcher == "python" else (1, 2))
-    assert backend.local_rank == (1 if launcher in ("torchrun", "deepspeed") else 0)
+    assert (backend.launch.rank, backend.launch.world_size) == ((0, 1) if launcher == "python" else (1, 2))
+    assert backend.launch.local_rank == (1 if launcher in ("torchrun", "deepspeed") else 0)
     if not flags:  # a config.yaml that is read back says these defaults, which ask for nothing
         said = {"deepspeed": False, "deepspeed_config": None, "zero_stage": 0, "fsdp_offload": False,
                 "fsdp_reshard_after_forward": True}  # fmt: skip
@@ -128,7 +128,7 @@ def test_single_under_torchrun_with_one_process_is_fine(start: Start, monkeypatc
     start("torchrun")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert chosen("--distributed_backend single").world_size == 1
+    assert chosen("--distributed_backend single").launch.world_size == 1
 
 
 @pytest.mark.parametrize(("name", "hint"), [("deepspeed", "[deepspeed]"), ("horovod", "install_horovod.sh")])
@@ -193,4 +193,4 @@ def test_a_new_file_is_a_new_backend_with_flags_and_a_place_in_auto() -> None:
     assert set(distributed.available()) == {*NAMES, "pigeon"}
     assert [chosen(flags).name for flags in ("--distributed_backend pigeon", "")] == ["pigeon", "single"]
     with chosen("--pigeons 3") as backend:
-        assert backend.name == "pigeon" and backend.sum({"letters": 2}) == {"letters": 2.0}
+        assert backend.name == "pigeon" and backend.processes.sum({"letters": 2}) == {"letters": 2.0}

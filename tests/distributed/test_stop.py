@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tandem.distributed import Backend
 from tandem.distributed.collectives import Communicator
 from tandem.distributed.engines.reducer import GradientReducer
 from tandem.distributed.signals import SIGNALS, Signals, StopRequest
-from tests.processes import Process, on_processes
+from tests.processes import Process, on_backends, on_processes
 
 
 @pytest.fixture
@@ -241,14 +242,14 @@ def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of
 def test_where_no_gradients_are_sent_a_request_travels_by_itself() -> None:
     """Such as in the update after one with gradients."""
 
-    def work(process: Process) -> list[bool]:
-        model = nn.Linear(1, 1)
+    def work(backend: Backend) -> list[bool]:
+        process, model = backend.processes, nn.Linear(1, 1)
         nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
         engine.step()
         answers = [process.stop_requested()]
         if process.rank == 1:
             process.received.add(signal.SIGTERM)
         return [*answers, process.stop_requested(), process.stop_requested()]
 
-    assert on_processes(2, work) == [[False, False, True]] * 2
+    assert on_backends(2, work) == [[False, False, True]] * 2

@@ -155,9 +155,9 @@ def test_a_snapshot_copies_what_a_function_returned_before_its_memory_is_used_ag
 @pytest.mark.parametrize("backend", [{"precision": "fp16"}, {"precision": "fp16", **FSDP}], indirect=True, ids=str)
 def test_fp16_halves_its_scale_and_leaves_the_weights_where_a_gradient_is_not_finite(backend: Backend) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(8, 8).to(backend.device)
+    model = nn.Linear(8, 8).to(backend.processes.device)
     engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.1, fused=True))
-    x = torch.ones(8, 8, device=backend.device)
+    x = torch.ones(8, 8, device=backend.processes.device)
     skipped, weights, scales = [], [engine.state_dict()["weights"]["weight"]], []
     for factor in (1.0, 1e30, 1.0):
         engine.backward(engine(x).float().square().mean() * factor)  # an fp16 gradient of 1e30 is infinite
@@ -171,11 +171,11 @@ def test_fp16_halves_its_scale_and_leaves_the_weights_where_a_gradient_is_not_fi
 
 @pytest.mark.parametrize("backend", [{"max_skipped_updates": 3, **more} for more in KINDS], indirect=True, ids=str)
 def test_a_run_of_updates_that_are_not_finite_ends_though_the_host_reads_the_count_late(backend: Backend) -> None:
-    model = nn.Linear(4, 4).to(backend.device)
+    model = nn.Linear(4, 4).to(backend.processes.device)
     engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True))
     with pytest.raises(TrainingStopped, match=r"3 updates in a row .* the loss is nan"):
         for _ in range(6):
-            engine.backward(engine(torch.full((8, 4), torch.nan, device=backend.device)).mean())
+            engine.backward(engine(torch.full((8, 4), torch.nan, device=backend.processes.device)).mean())
             engine.step()
     assert all(torch.isfinite(weight).all() for weight in engine.state_dict()["weights"].values())
 
@@ -230,13 +230,13 @@ def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(b
     def engine() -> Any:
         torch.manual_seed(0)
         layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)
-        model = nn.Sequential(*layers).to(backend.device, memory_format=torch.channels_last)
+        model = nn.Sequential(*layers).to(backend.processes.device, memory_format=torch.channels_last)
         return backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True))
 
     def train(engine: Any, updates: range) -> dict[str, Any]:
         for update in updates:
             images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(update))
-            images = images.to(backend.device, memory_format=torch.channels_last)
+            images = images.to(backend.processes.device, memory_format=torch.channels_last)
             engine.backward(engine(images).square().mean())
             engine.step()
         state: dict[str, Any] = engine.state_dict()
@@ -256,15 +256,14 @@ def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(b
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_the_host_waits_for_nothing_during_an_update(max_grad_norm: float, backend: Backend) -> None:
     """Without and with a norm of the gradients."""
-    model = nn.Linear(64, 64).to(backend.device)
+    model = nn.Linear(64, 64).to(backend.processes.device)
     engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), max_grad_norm=max_grad_norm)
-    backend.norms_are_logged = False
-    x = torch.randn(8, 64, device=backend.device)
+    x = torch.randn(8, 64, device=backend.processes.device)
 
     def update() -> None:
         for micro in engine.micro_batches({"x": x}):
             engine.backward(engine(micro["x"]).float().square().mean())
-        engine.step()
+        engine.step(with_norm=False)
 
     for _ in range(3):  # these make the optimizer's state and load kernels
         update()

@@ -45,8 +45,8 @@ def global_batch(update: int, width: int = 7) -> Tensor:
 
 
 def local(batch: Tensor, backend: Backend) -> Tensor:
-    size = len(batch) // backend.world_size
-    return batch[backend.rank * size : (backend.rank + 1) * size]
+    size = len(batch) // backend.processes.world_size
+    return batch[backend.processes.rank * size : (backend.processes.rank + 1) * size]
 
 
 def record(engine: Engine, updates: list[Any], losses: list[float]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def plain(backend: Backend, name: str = "plain", *, spoil_update: int | None = N
             total += loss.detach() / backend.options.plan.grad_accum_steps
         engine.lr = 1e-2 * 0.9**update
         updates.append(engine.step())
-        losses.append(backend.mean({"loss": total})["loss"])
+        losses.append(backend.processes.mean({"loss": total})["loss"])
     return record(engine, updates, losses)
 
 
@@ -112,7 +112,7 @@ def several_backwards(backend: Backend) -> dict[str, Any]:
     engine = backend.wrap(model, adam(model), name="several")
     updates, message = [], ""
     for update in range(UPDATES):
-        x = local(global_batch(update), backend).to(backend.device)
+        x = local(global_batch(update), backend).to(backend.processes.device)
         out = engine(x)
         try:
             engine.backward(out.square().mean(), retain_graph=True)
@@ -130,7 +130,7 @@ def marks_of_a_pass(backend: Backend) -> dict[str, Any]:
     """What the watchdog is told in a forward pass: each phase, and whether weights are gathered meanwhile."""
     model = mlp([7, 3], seed=2)
     engine = backend.wrap(model, adam(model), name="marks")
-    with patch.object(backend.watchdog, "heartbeat") as mark:
+    with patch.object(backend.processes.watchdog, "heartbeat") as mark:
         engine(local(global_batch(0), backend))
     marks = [[call.args[0], call.kwargs.get("gathers", False)] for call in mark.call_args_list]
     return {"marks": marks, "is_sharded": engine.is_sharded}
@@ -144,8 +144,8 @@ def by_items(backend: Backend) -> dict[str, Any]:
     for update in range(UPDATES):
         kept = [row for row in range(BATCH) if row % 5 != update % 5 and row % 7 != 3]
         x = local(global_batch(update), backend)[local(torch.tensor([row in kept for row in range(BATCH)]), backend)]
-        total = backend.sum(torch.tensor(float(len(x)), device=backend.device))
-        engine.backward(engine(x.to(backend.device)).square().mean(), items=len(x), total=total)
+        total = backend.processes.sum(torch.tensor(float(len(x)), device=backend.processes.device))
+        engine.backward(engine(x.to(backend.processes.device)).square().mean(), items=len(x), total=total)
         updates.append(engine.step())
     return record(engine, updates, [])
 
@@ -159,22 +159,22 @@ def patience(backend: Backend) -> float:
         entered.append(time.monotonic())
         return sum_scalars(*args)
 
-    with patch.object(Communicator, "sum_scalars", noted), backend.raise_on_all_ranks():
-        if backend.rank == backend.world_size - 1:
+    with patch.object(Communicator, "sum_scalars", noted), backend.processes.raise_on_all_ranks():
+        if backend.processes.rank == backend.processes.world_size - 1:
             time.sleep(0.5)
         worked_until = time.monotonic()
-    times = backend.gather_objects([entered[0], worked_until])
+    times = backend.processes.gather_objects([entered[0], worked_until])
     return max(0.0, max(worked for _, worked in times) - min(first for first, _ in times))
 
 
 def seconds_of_waiting(backend: Backend) -> float:
     """The most processor time that a process used while it waited half a second for the last one."""
-    backend.barrier()
+    backend.processes.barrier()
     began = time.thread_time()
-    if backend.rank == backend.world_size - 1:
+    if backend.processes.rank == backend.processes.world_size - 1:
         time.sleep(0.5)
-    backend.sum({"any": 1.0})
-    return max(backend.gather_objects(time.thread_time() - began))
+    backend.processes.sum({"any": 1.0})
+    return max(backend.processes.gather_objects(time.thread_time() - began))
 
 
 def idle_parts(backend: Backend) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def reloaded(backend: Backend) -> dict[str, Any]:
         engine.lr = 1e-2 * 0.9**update
         updates.append(engine.step())
     with engine.full_weights() as full:
-        evaluated = full(global_batch(0).to(backend.device)).square().mean().item()
+        evaluated = full(global_batch(0).to(backend.processes.device)).square().mean().item()
     return {**record(engine, updates, [evaluated]), "unchanged": bool(unchanged)}
 
 
@@ -294,11 +294,15 @@ def saved_bytes(backend: Backend) -> dict[str, list[int]]:
         return call
 
     with patch.multiple(Tensor, to=counted(Tensor.to), cpu=counted(Tensor.cpu)):
-        snapshot = Snapshot({"engine": engine.live_state()}, keep=backend.is_root)
+        snapshot = Snapshot({"engine": engine.live_state()}, keep=backend.processes.is_root)
         snapshot.finish()
     kept = sum(tensor.nbytes for tensor in snapshot.tensors["engine"].values())
     numbers = sum(tensor.nbytes for tensor in tensors_of(engine.state_dict()))
-    return {"sent": backend.gather_objects(sum(sent)), "kept": backend.gather_objects(kept), "state": [numbers]}
+    return {
+        "sent": backend.processes.gather_objects(sum(sent)),
+        "kept": backend.processes.gather_objects(kept),
+        "state": [numbers],
+    }
 
 
 def sums_per_update(backend: Backend) -> dict[str, float]:
@@ -314,14 +318,14 @@ def sums_per_update(backend: Backend) -> dict[str, float]:
 
         return call
 
-    comm = backend.comm
-    backend.stop_requested()  # what an engine before this one has carried is not counted
+    comm = backend.processes.comm
+    backend.processes.stop_requested()  # what an engine before this one has carried is not counted
     with patch.multiple(comm, all_reduce_=counted(comm.all_reduce_), all_gather=counted(comm.all_gather, "all_gather")):
         for update in range(UPDATES):
             for part in engine.micro_batches({"x": local(global_batch(update), backend)}):
                 engine.backward(engine(part["x"]).square().mean())
             engine.step()
-            backend.stop_requested()
+            backend.processes.stop_requested()
     return {name: calls.count(name) / UPDATES for name in sorted(set(calls))}
 
 
@@ -335,34 +339,38 @@ def tensors_of(tree: dict[str, Any]) -> Iterator[Tensor]:
 
 def collectives(backend: Backend) -> dict[str, Any]:
     """Whether the results of the collectives equal closed forms that hold for any number of processes."""
-    world, rank, device = backend.world_size, backend.rank, backend.device
+    world, rank, device = backend.processes.world_size, backend.processes.rank, backend.processes.device
     ranks = torch.arange(world, device=device)
     ragged = torch.full((rank + 1, 2), float(rank), device=device)
     return {
-        "sum": backend.sum({"a": rank, "b": torch.tensor(2.0, device=device)})
+        "sum": backend.processes.sum({"a": rank, "b": torch.tensor(2.0, device=device)})
         == {"a": world * (world - 1) / 2, "b": 2.0 * world},
-        "mean": backend.mean({"a": rank})["a"] == (world - 1) / 2,
-        "integers": backend.sum(torch.tensor([2**40 + rank], device=device)).tolist()
+        "mean": backend.processes.mean({"a": rank})["a"] == (world - 1) / 2,
+        "integers": backend.processes.sum(torch.tensor([2**40 + rank], device=device)).tolist()
         == [2**40 * world + world * (world - 1) // 2],
-        "half": backend.sum(torch.full((3,), 1.5, dtype=torch.bfloat16, device=device)).tolist() == [1.5 * world] * 3,
-        "mean_of_integers": abs(backend.mean(torch.tensor([rank], device=device)).item() - (world - 1) / 2) < 1e-6,
-        "gather": backend.gather(ragged).shape[0] == world * (world + 1) // 2,
-        "gather_order": backend.gather(ragged)[:, 0].unique(sorted=True).tolist() == ranks.tolist(),
+        "half": backend.processes.sum(torch.full((3,), 1.5, dtype=torch.bfloat16, device=device)).tolist()
+        == [1.5 * world] * 3,
+        "mean_of_integers": abs(backend.processes.mean(torch.tensor([rank], device=device)).item() - (world - 1) / 2)
+        < 1e-6,
+        "gather": backend.processes.gather(ragged).shape[0] == world * (world + 1) // 2,
+        "gather_order": backend.processes.gather(ragged)[:, 0].unique(sorted=True).tolist() == ranks.tolist(),
         # As a preview, which the first processes have.
-        "gather_of_few": backend.gather(torch.arange(3 * (rank == 0), dtype=torch.uint8, device=device)).tolist()
+        "gather_of_few": backend.processes.gather(
+            torch.arange(3 * (rank == 0), dtype=torch.uint8, device=device)
+        ).tolist()
         == [0, 1, 2],
-        "objects": backend.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)],
-        "broadcast": backend.broadcast_object(f"from {rank}") == "from 0",
+        "objects": backend.processes.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)],
+        "broadcast": backend.processes.broadcast_object(f"from {rank}") == "from 0",
         "lack_of_memory": lack_of_memory(backend),
     }
 
 
 def lack_of_memory(backend: Backend) -> bool:
     """Whether all processes end with one message if the last one alone asks for more memory than there is."""
-    last = backend.world_size - 1
+    last = backend.processes.world_size - 1
     try:
-        with backend.raise_on_all_ranks():
-            if backend.rank == last:
+        with backend.processes.raise_on_all_ranks():
+            if backend.processes.rank == last:
                 torch.empty(1 << 60)
     except UserMistake as mistake:
         text = str(mistake)
@@ -378,7 +386,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
         measures.append(rounded_sums)
     result: dict[str, Any] = {measure.__name__: measure(backend) for measure in measures}
     result["skipped"] = plain(backend, "skipped", spoil_update=3)
-    by_rank = backend.gather_objects(result["plain"]["grad_norms"])
+    by_rank = backend.processes.gather_objects(result["plain"]["grad_norms"])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
-    if backend.is_root:
+    if backend.processes.is_root:
         (Path(args.output_dir) / "result.json").write_text(json.dumps({**result, "description": backend.describe()}))

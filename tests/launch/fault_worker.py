@@ -69,20 +69,20 @@ def die() -> None:
 
 def lose(backend: Backend, fault: str) -> None:
     if fault == "lost_in_meeting":
-        with backend.raise_on_all_ranks():
-            if backend.rank == 1:
+        with backend.processes.raise_on_all_ranks():
+            if backend.processes.rank == 1:
                 die()
-    if backend.rank == 1:
+    if backend.processes.rank == 1:
         die()
     if fault == "lost_unnoticed":
-        backend.watchdog.heartbeat("reducing gradients", update=3, collective=True)
+        backend.processes.watchdog.heartbeat("reducing gradients", update=3, collective=True)
         threading.Event().wait()
 
 
 def freeze(backend: Backend, seconds: float) -> None:
     """Stop all ranks while the others wait for rank 1, and have them go on."""
-    pids = backend.gather_objects(os.getpid())
-    if backend.rank == 1:
+    pids = backend.processes.gather_objects(os.getpid())
+    if backend.processes.rank == 1:
         if os.fork() == 0:
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 for pid in pids:
@@ -94,8 +94,8 @@ def freeze(backend: Backend, seconds: float) -> None:
         while now - before < seconds:  # until this process was stopped, however late; the others have waited then
             before, now = now, time.monotonic()
             time.sleep(PAUSE_SECONDS)
-    backend.barrier()
-    print(f"rank {backend.rank} goes on", flush=True)
+    backend.processes.barrier()
+    print(f"rank {backend.processes.rank} goes on", flush=True)
 
 
 def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
@@ -110,23 +110,23 @@ def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
         save_file(*args)
 
     tandem.training.checkpoint.format.save_file = save_slowly
-    checkpoints = Checkpoints(folder, 1, backend)
+    checkpoints = Checkpoints(folder, 1, backend.processes)
     checkpoints.save(1, {"part": {"weight": torch.ones(3)}}, {})
     if fault == "stands_in_write":
-        backend.watchdog.heartbeat("standing", collective=backend.is_root)
+        backend.processes.watchdog.heartbeat("standing", collective=backend.processes.is_root)
         threading.Event().wait()
     if fault == "ends_in_write":
         raise TrainingStopped("enough")
-    if fault == "fails_in_write" and backend.is_root:
+    if fault == "fails_in_write" and backend.processes.is_root:
         raise KeyError("x")
     checkpoints.wait()
 
 
 def list_samples(backend: Backend, fault: str, seconds: float) -> None:
     def open_samples() -> Any:
-        if backend.rank == 1 and fault == "stuck_listing":
+        if backend.processes.rank == 1 and fault == "stuck_listing":
             threading.Event().wait()
-        end = time.monotonic() + (seconds if backend.rank == 1 else 0)
+        end = time.monotonic() + (seconds if backend.processes.rank == 1 else 0)
         while time.monotonic() < end:
             time.sleep(PAUSE_SECONDS)
         return open_images("demo:shapes:100", image_size=8)
@@ -135,17 +135,17 @@ def list_samples(backend: Backend, fault: str, seconds: float) -> None:
         batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
         on_bad_sample="replace", valid_folder=None, shuffle="samples", split_seed=None,
     )  # fmt: skip
-    TrainingData(open_samples, args, backend, noun="image", source="samples")
+    TrainingData(open_samples, args, backend.processes, noun="image", source="samples")
 
 
 def load(engine: Any, backend: Backend) -> None:
     engine.backward(engine(torch.ones(2, 3)).square().mean())
     engine.step()
     state = engine.state_dict()
-    if backend.rank == 1:
+    if backend.processes.rank == 1:
         del state["weights"]["1.weight"]
     try:
-        with backend.raise_on_all_ranks():
+        with backend.processes.raise_on_all_ranks():
             engine.load_state_dict(state)
     except UserMistake as mistake:
         print(f"{mistake}\n", end="", flush=True)
@@ -159,7 +159,7 @@ def train(backend: Backend, fault: str) -> None:
     if fault == "load":
         load(engine, backend)
     for update in range(20):
-        model.spoil = fault == "nan" and update >= 2 and backend.rank == 1
+        model.spoil = fault == "nan" and update >= 2 and backend.processes.rank == 1
         engine.backward(engine(torch.ones(2, 3)).square().mean())
         engine.step()
 
@@ -174,9 +174,9 @@ def main(argv: Sequence[str]) -> None:
     longer = 60 * args.timeout_minutes + 4
     with exit_codes(parser.error, ()), distributed.from_args(args) as backend:
         if args.fault == "mistake":
-            if backend.rank == 1:
+            if backend.processes.rank == 1:
                 raise UserMistake("no such folder")
-            backend.barrier()
+            backend.processes.barrier()
         elif args.fault.startswith("lost"):
             lose(backend, args.fault)
         elif args.fault == "frozen":

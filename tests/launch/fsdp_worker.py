@@ -79,15 +79,15 @@ def measure(backend: Backend) -> dict[str, Any]:
     engine = backend.wrap(model, optimizer, name="tower")
     losses, dtypes = [], []
     x = torch.randn(8, 7, generator=torch.Generator().manual_seed(1))
-    rows = 8 // backend.world_size
-    own = x[backend.rank * rows : (backend.rank + 1) * rows]
+    rows = 8 // backend.processes.world_size
+    own = x[backend.processes.rank * rows : (backend.processes.rank + 1) * rows]
     for _ in range(3):
         with Sent() as sent:
             for part in engine.micro_batches({"x": own}):
                 out = engine(part["x"])
                 dtypes.append(str(out.dtype))
                 engine.backward(out.float().square().mean())
-                losses.append(backend.mean({"loss": out.detach().float().square().mean()})["loss"])
+                losses.append(backend.processes.mean({"loss": out.detach().float().square().mean()})["loss"])
             engine.step()
     with engine.full_weights() as whole:
         evaluated = whole(x).square().mean().item()
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> None:
     with distributed.from_args(parsed(*flags, precision=precision, batch_size=8, max_skipped_updates=3)) as backend:
         found = measure(backend)
         Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"{backend.rank}.json").write_text(json.dumps(found))
+        Path(folder, f"{backend.processes.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

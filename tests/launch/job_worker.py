@@ -51,7 +51,7 @@ def error_of(task: dict[str, Any], backend: distributed.Backend) -> str:
         vars(backend).update({name: value for name, value in new.items() if not name.startswith("_")})
         do(backend)
     except (Exception, SystemExit):
-        return f"{task['output']} failed on rank {backend.rank}:\n{traceback.format_exc()}"
+        return f"{task['output']} failed on rank {backend.processes.rank}:\n{traceback.format_exc()}"
     return ""
 
 
@@ -76,13 +76,13 @@ def main(argv: Sequence[str]) -> None:
     with distributed.from_args(of_task(tasks[0])[0]) as backend:
         for number, task in enumerate(tasks):
             gc.freeze()  # DeepSpeed collects garbage at every wrap, and a run after its first update; its end unfreezes
-            records = [Path(f"{task['output']}.{number}.rank{rank}") for rank in range(backend.world_size)]
+            records = [Path(f"{task['output']}.{number}.rank{rank}") for rank in range(backend.processes.world_size)]
             error = error_of(task, backend)
             print(error, end="", file=sys.stderr, flush=True)
-            if not is_good_on_all(error, records, backend.rank):
+            if not is_good_on_all(error, records, backend.processes.rank):
                 continue
             n_good += 1
-            if backend.is_root:
+            if backend.processes.is_root:
                 with open(path.with_suffix(".done"), "a") as file:
                     file.write(f"{task['output']}\n")
     sys.exit(n_good < len(tasks))

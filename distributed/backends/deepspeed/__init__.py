@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.distributed.backends.ddp import DDPBackend
-from tandem.distributed.base import Options
+from tandem.distributed.base import Connection, Options
 from tandem.distributed.errors import UserMistake
 from tandem.distributed.launchers import Launch
 from tandem.io.installed import how_to_install
 
 from .config import check_batch_parts, merge_config, read_config
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from tandem.distributed.engines.base import Engine
 
 
 class DeepSpeedBackend(DDPBackend):
@@ -69,7 +75,7 @@ class DeepSpeedBackend(DDPBackend):
         if args.deepspeed_config:
             merge_config(args, read_config(args.deepspeed_config), launch.world_size)
 
-    def connect(self) -> None:
+    def connect(self) -> Connection:
         import torch
 
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -88,8 +94,9 @@ class DeepSpeedBackend(DDPBackend):
                 "fp16 is DeepSpeed's own mode, which needs a GPU; on the CPU use --precision bf16 or fp32, or another "
                 "backend such as torchrun"
             )
-        super().connect()
-        deepspeed.init_distributed(dist_backend=torch.distributed.get_default_backend_for_device(self.device))
+        connection = super().connect()
+        deepspeed.init_distributed(dist_backend=torch.distributed.get_default_backend_for_device(connection.device))
+        return connection
 
     def _launcher_pids(self) -> Any:
         # The launcher is this process's parent, the `deepspeed` command the parent's parent. A signal ends the command,
@@ -97,10 +104,15 @@ class DeepSpeedBackend(DDPBackend):
         parent = os.getppid()
         return (parent, _parent_pid(parent)) if self.launch.launcher == "deepspeed" else parent
 
-    def engine_class(self) -> type[Any]:
+    def make_engine(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Engine:
         from .engine import ZeroEngine
 
-        return ZeroEngine
+        engine = ZeroEngine(
+            self.processes, self.options, model, optimizer, zero_stage=self.zero_stage, config=self.config,
+            config_path=self.config_path, warmup_steps=self.warmup_steps, total_updates=self.total_updates, **options,
+        )  # fmt: skip
+        self.engine_configs[engine.name] = engine.config
+        return engine
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.engine_configs}

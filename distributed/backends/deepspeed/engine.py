@@ -46,7 +46,8 @@ from tandem.io.installed import how_to_install
 from .config import AUTO, complete_config, one_line_refusals
 
 if TYPE_CHECKING:
-    from . import DeepSpeedBackend
+    from tandem.distributed.base import Options
+    from tandem.distributed.process_group import ProcessGroup
 
 # Attributes of DeepSpeed that this module uses, most of them private: of the package, of the engine, and of its
 # optimizer by ZeRO stage. Another version may name them differently.
@@ -75,19 +76,29 @@ ZERO_INTERNALS[2] = ZERO_INTERNALS[1]
 class ZeroEngine(Engine):
     """Wraps one ``deepspeed.initialize``. ZeRO 0 replicates, 1 shards moments, 2 also gradients, 3 also weights."""
 
-    _backend: DeepSpeedBackend
+    config: dict[str, Any]
+    """The configuration with DeepSpeed's defaults."""
+
+    def __init__(
+        self, processes: ProcessGroup, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        zero_stage: int, config: dict[str, Any], config_path: str | None, warmup_steps: int,
+        total_updates: int | None, name: str, max_grad_norm: float | None,
+    ) -> None:  # fmt: skip
+        self._stage, self.is_sharded = zero_stage, zero_stage == 3
+        self._config, self._config_path = config, config_path
+        self._warmup_steps, self._total_updates = warmup_steps, total_updates
+        super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        backend, self._stage = self._backend, self._backend.zero_stage
-        self.is_sharded = self._stage == 3
+        processes, config = self._processes, self._config
         runtime = complete_config(
-            backend.config,
-            backend.options,
+            config,
+            self._options,
             zero_stage=self._stage,
             max_grad_norm=self._max_grad_norm,
             learning_rate=self.lr,
             sizes=[parameter.numel() for parameter in model.parameters()],
-            on_cpu=backend.device.type == "cpu",
+            on_cpu=processes.device.type == "cpu",
             auto=self._auto_values(optimizer),
         )
         self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
@@ -97,19 +108,19 @@ class ZeroEngine(Engine):
         trainable = list(self._names)
         self._ordered_sum: OrderedSum | None = None
         if self._plan.batch_parts:
-            self._ordered_sum = OrderedSum(trainable, backend.comm, self._plan.grad_accum_steps)
+            self._ordered_sum = OrderedSum(trainable, processes.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
-        if backend.options.compile:
+        if self._options.compile:
             model.compile()
         groups: Any = trainable
-        if backend.config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
+        if config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
             # Apply --weight_decay as the script's optimizer does, which does not decay biases and scales.
             groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
-        with _without_broadcast(), one_line_refusals(backend.config_path):
+        with _without_broadcast(), one_line_refusals(self._config_path):
             self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
                 model=model,
                 model_parameters=groups,
-                optimizer=None if "optimizer" in backend.config else optimizer,
+                optimizer=None if "optimizer" in config else optimizer,
                 config=runtime,
                 dist_init_required=False,
             )
@@ -121,7 +132,7 @@ class ZeroEngine(Engine):
         self._optimizer = self._ds.basic_optimizer
         self._parameters = {name: t for name, t in self._state_tensors().items() if isinstance(t, nn.Parameter)}
         self._sets_own_lr = self._scheduler is not None
-        backend.engine_configs[self.name] = {
+        self.config = {
             **runtime,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
             "optimizer_in_use": type(self._optimizer).__name__,
@@ -131,17 +142,17 @@ class ZeroEngine(Engine):
         offload = self._ds._config.zero_config.offload_optimizer
         is_offloaded = offload is not None and offload.device != "none"
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
-        self._optimizer_threads = available_threads(backend.gather_objects) if is_offloaded else None
+        self._optimizer_threads = available_threads(processes.gather_objects) if is_offloaded else None
         self._eager_weights_are_cast = weights_are_low_precision and self._stage < 3
 
     def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The values of "auto" in the JSON's sections optimizer and scheduler, by path: the settings of the script's
         optimizer, the warm-up of the flags from 0 over at most half of the run, and the run's number of updates."""
-        group, updates = optimizer.param_groups[0], self._backend.total_updates
+        group, updates = optimizer.param_groups[0], self._total_updates
         optimizer_values: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay") if name in group}
         optimizer_values |= {"betas": list(group["betas"])} if "betas" in group else {}
         optimizer_values["eps"] = group.get("eps", 1e-8)  # PyTorch's default, for an optimizer without eps
-        warmup = self._backend.warmup_steps if updates is None else min(self._backend.warmup_steps, updates // 2)
+        warmup = self._warmup_steps if updates is None else min(self._warmup_steps, updates // 2)
         warmup = max(warmup, 1)  # the least that DeepSpeed takes
         scheduler_values: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
         scheduler_values |= {} if updates is None else {"total_num_steps": updates}
@@ -176,7 +187,7 @@ class ZeroEngine(Engine):
                 self._zero.backward_epilogue()  # frees the weights that this backward pass gathered
             return
         # DeepSpeed averages over the processes, and the update is the sum: multiply by their number.
-        loss = loss * self._guard.initial_gradient(loss, weight * self._backend.world_size)
+        loss = loss * self._guard.initial_gradient(loss, weight * self._processes.world_size)
         if self._stage:
             # ZeRO would let a second backward pass after one forward pass overwrite the gradients of the first. With
             # this flag cleared, ZeRO treats the coming backward pass as a new one.
@@ -184,8 +195,8 @@ class ZeroEngine(Engine):
         loss.register_hook(lambda _: self._ds._backward_prologue())
         self._ds.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def _update(self) -> tuple[Tensor, Tensor]:
-        self._backend.about_to_update()
+    def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
+        self._processes.about_to_update()
         if self._ordered_sum is not None:
             norm, finite = self._step_ordered(self._ordered_sum)
         elif self._stage == 0:
@@ -197,8 +208,8 @@ class ZeroEngine(Engine):
             if self._stage:
                 self._clear_stored_gradients()
             # Filled on the device, because a copy of a number from the host would wait for the device.
-            finite = torch.full((), not getattr(self._zero, "overflow", False), device=self._backend.device)
-        norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._backend.device).float()
+            finite = torch.full((), not getattr(self._zero, "overflow", False), device=self._processes.device)
+        norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._processes.device).float()
         return torch.where(finite, norm, torch.nan), finite
 
     @torch.no_grad()

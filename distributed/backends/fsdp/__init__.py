@@ -6,11 +6,17 @@ It is used only with one of its own flags, or with --distributed_backend fsdp.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.distributed.backends.ddp import DDPBackend
 from tandem.distributed.base import Options
 from tandem.distributed.launchers import Launch
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from tandem.distributed.engines.base import Engine
 
 
 class FSDPBackend(DDPBackend):
@@ -45,10 +51,15 @@ class FSDPBackend(DDPBackend):
             help="FSDP: keep weights, gradients and moments in the memory of the CPU, and update them there")
         # fmt: on
 
-    def engine_class(self) -> type[Any]:
+    def make_engine(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Engine:
         from .engine import FSDPEngine
 
-        return FSDPEngine
+        engine = FSDPEngine(
+            self.processes, self.options, model, optimizer, offload=self.offload,
+            reshard_after_forward=self.reshard_after_forward, **options,
+        )  # fmt: skip
+        self.blocks[engine.name] = engine.blocks
+        return engine
 
     def summary(self) -> str:
         offload_text = " and offloaded to the CPU" if self.offload else ""

@@ -41,18 +41,28 @@ _LARGE_BLOCK_SIZE = 2**20  # ... unless they have this many weights
 _END_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
 
 if TYPE_CHECKING:
-    from . import FSDPBackend
+    from tandem.distributed.base import Options
+    from tandem.distributed.process_group import ProcessGroup
 
 
 class FSDPEngine(ReplicatedEngine):
     """A process holds a shard of each weight, gradient and moment, and whole weights only while a block computes."""
 
-    _backend: FSDPBackend
     is_sharded = _lacks_weights = True
 
+    blocks: list[str]
+    """Names of the blocks whose weights are gathered one block at a time."""
+
+    def __init__(
+        self, processes: ProcessGroup, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        offload: bool, reshard_after_forward: bool, name: str, max_grad_norm: float | None,
+    ) -> None:  # fmt: skip
+        self._offload, self._reshard_after_forward = offload, reshard_after_forward
+        super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        backend, options = self._backend, self._backend.options
-        self._scaler = LossScaler(options.precision == "fp16", backend.device)
+        processes, options = self._processes, self._options
+        self._scaler = LossScaler(options.precision == "fp16", processes.device)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         names = {parameter: name for name, parameter in model.named_parameters()}
         if options.compile:
@@ -72,29 +82,29 @@ class FSDPEngine(ReplicatedEngine):
         self._ordered_sum: OrderedSum | None = None
         if self._plan.batch_parts:
             ordered = [full_parameters.get(name, local) for local, name in self._names.items()]
-            self._ordered_sum = OrderedSum(ordered, backend.comm, self._plan.grad_accum_steps)
+            self._ordered_sum = OrderedSum(ordered, processes.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         else:
-            self._unsharded_reducer = GradientReducer(unsharded, backend.comm, self.name)
+            self._unsharded_reducer = GradientReducer(unsharded, processes.comm, self.name)
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
-        self._optimizer_threads = available_threads(backend.gather_objects) if backend.offload else None
-        if backend.offload:
+        self._optimizer_threads = available_threads(processes.gather_objects) if self._offload else None
+        if self._offload:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # its scale is on the GPU
 
     def _shard(self, model: nn.Module) -> None:
-        backend, options = self._backend, self._backend.options
+        device, options = self._processes.device, self._options
         # With --batch_parts, gradients are added in fp32, as on the other backends.
         compute_dtype = torch.float32 if self._plan.batch_parts else DTYPES[options.precision]
         blocks = repeated_blocks(model)
-        backend.blocks[self.name] = list(blocks)
+        self.blocks = list(blocks)
         self._are_weights_cast = bool(blocks) and compute_dtype != torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
         reduce_dtype = torch.bfloat16 if options.reduce_precision == "bf16" else None  # None: the weights' dtype
         shard = partial(
             fully_shard,
-            mesh=DeviceMesh.from_group(dist.group.WORLD, backend.device.type),  # type: ignore[arg-type]
-            offload_policy=CPUOffloadPolicy(backend.device.type != "cpu") if backend.offload else OffloadPolicy(),
+            mesh=DeviceMesh.from_group(dist.group.WORLD, device.type),  # type: ignore[arg-type]
+            offload_policy=CPUOffloadPolicy(device.type != "cpu") if self._offload else OffloadPolicy(),
             ignored_params={parameter for parameter in model.parameters() if parameter.ndim == 0},
         )
         # Autocast casts what an operation needs, so inputs are not cast.
@@ -102,7 +112,7 @@ class FSDPEngine(ReplicatedEngine):
         if self._are_weights_cast:
             block_policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype or torch.float32, cast_forward_inputs=False)
         for block in blocks.values():
-            shard(block, reshard_after_forward=backend.reshard_after_forward, mp_policy=block_policy)
+            shard(block, reshard_after_forward=self._reshard_after_forward, mp_policy=block_policy)
         # Weights outside of blocks stay fp32: codebooks, temperatures and latents are fp32 under autocast, too.
         shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False))
         self._root = model
@@ -131,7 +141,7 @@ class FSDPEngine(ReplicatedEngine):
 
     def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         # Not `module.forward`, because FSDP's hooks, which gather the weights, run only in a call.
-        eager = torch.compiler.set_stance("force_eager") if self._backend.options.compile else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if self._options.compile else nullcontext()
         with eager:
             if not self._are_weights_cast:
                 return self.module(*args, **kwargs)
@@ -157,13 +167,13 @@ class FSDPEngine(ReplicatedEngine):
         trigger.register_hook(lambda _: end_backward())
         trigger.backward()
 
-    def _update(self) -> tuple[Tensor, Tensor]:
+    def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
         self._reshard()
         with cpu_threads(self._optimizer_threads):
-            return super()._update()
+            return super()._update(with_norm)
 
     @torch.no_grad()
-    def _reduce_gradients(self) -> tuple[list[Tensor], Tensor]:
+    def _reduce_gradients(self, with_norm: bool) -> tuple[list[Tensor], Tensor]:
         if self._ordered_sum is not None:
             self._ordered_sum.finish()
             gradients = self._ordered_sum.by_parameter
@@ -184,15 +194,15 @@ class FSDPEngine(ReplicatedEngine):
 
     def _norm(self) -> Tensor:
         """The norm of the whole model's gradients. The stop flag is summed with it."""
-        backend, device = self._backend, self._backend.device
+        processes, device = self._processes, self._processes.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         sharded = [local for local, name in self._names.items() if name in self._sharded_parameters]
         if gradients := [local.grad for local in sharded if local.grad is not None]:
             sums[0] = gradient_norm(gradients).square()
-        if backend.world_size > 1:
-            sums[1].fill_(float(backend.stop.contribute()))
-            backend.comm.all_reduce_(sums, f"{self.name}.norm").wait()
-            backend.stop.read_sum(sums[1])
+        if processes.world_size > 1:
+            sums[1].fill_(float(processes.stop.contribute()))
+            processes.comm.all_reduce_(sums, f"{self.name}.norm").wait()
+            processes.stop.read_sum(sums[1])
         if self._unsharded_reducer.gradients:
             sums[0] += gradient_norm(self._unsharded_reducer.gradients).square()
         return sums[0].sqrt()
@@ -219,7 +229,7 @@ class FSDPEngine(ReplicatedEngine):
         """Keep whole weights until the update, or free them after each pass."""
         self._is_kept_unsharded = keep
         for module in self._fsdp_modules:
-            is_freed = self._backend.reshard_after_forward and module is not self._root and not keep
+            is_freed = self._reshard_after_forward and module is not self._root and not keep
             module.set_reshard_after_forward(is_freed, recurse=False)
             module.set_reshard_after_backward(not keep, recurse=False)
 
@@ -246,9 +256,11 @@ class FSDPEngine(ReplicatedEngine):
         if name not in self._sharded_parameters:
             return local
         rows, *rest = self._shapes[name]
-        padded = local.new_zeros(self._rows(name), *rest, device=self._backend.device)  # offloaded ones are on the CPU
+        padded = local.new_zeros(
+            self._rows(name), *rest, device=self._processes.device
+        )  # offloaded ones are on the CPU
         padded[: len(local)] = local
-        flat = padded.new_empty(self._backend.world_size * padded.numel())
+        flat = padded.new_empty(self._processes.world_size * padded.numel())
         dist.all_gather_into_tensor(flat, padded.view(-1))
         return flat.view(-1, *rest)[:rows]
 
@@ -262,11 +274,11 @@ class FSDPEngine(ReplicatedEngine):
         if name not in self._sharded_parameters:
             return full
         rows = self._rows(name)
-        return full[self._backend.rank * rows : (self._backend.rank + 1) * rows]
+        return full[self._processes.rank * rows : (self._processes.rank + 1) * rows]
 
     def _rows(self, name: str) -> int:
         """Rows of a weight that the first process holds, the most of all processes."""
-        return math.ceil(self._shapes[name][0] / self._backend.world_size)
+        return math.ceil(self._shapes[name][0] / self._processes.world_size)
 
     def _read_state(self) -> dict[str, Any]:
         optimizer = read_optimizer(self._optimizer, self._names)

@@ -17,7 +17,7 @@ from tandem.io.reading import counted, open_regular, read_json
 from tandem.io.renamed import rename_settings
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 SETTINGS_FILE = "settings.json"
 _LONGEST_VALUE = 40
@@ -40,7 +40,13 @@ class OutputFolder:
     """
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], processes: Backend, *, fresh: bool, say: Callable[[str], None]
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        processes: ProcessGroup,
+        *,
+        fresh: bool,
+        say: Callable[[str], None],
     ) -> None:
         self.path, self.settings, self.processes, self.say = path, settings, processes, say
         all_settings = processes.gather_objects(settings)

@@ -21,7 +21,7 @@ from .models import MODELS, read_descriptions
 from .snapshot import CopyBuffers, Snapshot, pinned_shapes
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
     from tandem.training.run_folder.folder import RunFolder
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
@@ -56,7 +56,7 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int,
-        processes: Backend,
+        processes: ProcessGroup,
         *,
         sync_first: Path | None = None,
         check: Callable[[], None] = lambda: None,

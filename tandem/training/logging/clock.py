@@ -18,7 +18,7 @@ from tandem.training.metrics.directions import TIMES
 from tandem.training.run_folder.starts import now
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 _IMPORTED = time.monotonic()
 _MAX_UPDATES = 1000  # between two calls of `check_limits`
@@ -60,7 +60,7 @@ class Clock:
 
     def __init__(
         self,
-        processes: Backend,
+        processes: ProcessGroup,
         minutes: float | None = None,
         save_minutes: float = 0.0,
         run_minutes: float | None = None,
@@ -142,7 +142,7 @@ class Clock:
         if self._checked_at is not None:
             self._longest_step = max(self._longest_step, checked_at - self._checked_at)
         self._checked_at = checked_at
-        # Three steps: a stop request takes effect up to two updates late (`Backend.stop_requested`).
+        # Three steps: a stop request takes effect up to two updates late (`ProcessGroup.stop_requested`).
         margin = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
         return self._limit_seconds < math.inf and process_seconds() + margin >= self._limit_seconds
 

@@ -18,7 +18,7 @@ from .clock import Clock, peak_memory
 from .operations import Operations
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
     from tandem.distributed.engines.base import Update
 
     from .progress import Progress
@@ -37,7 +37,8 @@ class Metrics:
         self,
         every_n_steps: int,
         progress: Progress,
-        processes: Backend,
+        processes: ProcessGroup,
+        grad_accum_steps: int,
         clock: Clock,
         operations: Operations,
         draw_codes_every_n_steps: int | None = None,
@@ -45,7 +46,7 @@ class Metrics:
         self._draw_codes_every = draw_codes_every_n_steps
         self._histogram: Image.Image | None = None
         self._every, self._progress, self._processes, self._clock = every_n_steps, progress, processes, clock
-        self._operations = operations
+        self._grad_accum_steps, self._operations = grad_accum_steps, operations
         self._sums: dict[str, Tensor] = {}
         self._values: dict[str, Any] = {}
 
@@ -68,7 +69,7 @@ class Metrics:
         if self.due:
             for name, loss in losses.items():
                 # fp64: the same sum however the batch is spread over processes and micro-batches.
-                share = double(loss.detach()) / self._processes.grad_accum_steps
+                share = double(loss.detach()) / self._grad_accum_steps
                 self._sums[name] = self._sums[name] + share if name in self._sums else share
 
     def log(self, update: Update | None = None, /, **values: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from tandem.flops import FlopCounter
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 # By PyTorch's name of a device, a whole match: 10^12 operations per second without sparsity in (bf16, fp16, tf32,
 # fp32); None: the device has no units for that. A slice of a GPU (MIG) has another name. Since Hopper and Ada NVIDIA's
@@ -70,10 +70,9 @@ def device_name(device: torch.device) -> str | None:
     return str(get_name(device)) if get_name else None
 
 
-def total_peak_flops(processes: Backend) -> float | None:
-    """The sum of `peak_flops` of all processes' devices in the precision of the run; None if one is unknown.
-    Collective."""
-    peaks = processes.gather_objects(peak_flops(device_name(processes.device), processes.options.precision))
+def total_peak_flops(processes: ProcessGroup, precision: str) -> float | None:
+    """The sum of `peak_flops` of all processes' devices in a precision; None if one is unknown. Collective."""
+    peaks = processes.gather_objects(peak_flops(device_name(processes.device), precision))
     return None if None in peaks else sum(peaks)
 
 

@@ -24,12 +24,12 @@ from torch.nn import functional as F
 from tandem.devices import sum_dtype
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 
 KINDS = ("softmax", "decoupled", "sigmoid")
 
-# In the place of `Backend` where each process computes everything: the collectives return their input.
+# In place of `ProcessGroup` where each process computes everything: the collectives return their input.
 _SINGLE_PROCESS: Any = SimpleNamespace(
     rank=0, world_size=1, gather=lambda tensor, sizes: tensor, sum=lambda value: value
 )
@@ -76,7 +76,7 @@ class Contrastive:
     """
 
     def __init__(
-        self, kind: str, processes: Backend, *, mask_duplicates: bool = True, is_replicated: bool = False
+        self, kind: str, processes: ProcessGroup, *, mask_duplicates: bool = True, is_replicated: bool = False
     ) -> None:
         assert kind in KINDS, kind
         self.kind, self.mask_duplicates, self.is_replicated = kind, mask_duplicates, is_replicated
@@ -133,7 +133,7 @@ class Contrastive:
         return list(processes.gather(own_size, [1] * processes.world_size).tolist())
 
     def _compute_result(
-        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        self, processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> ContrastiveResult:  # fmt: skip
         compute = self._compute_sigmoid if self.kind == "sigmoid" else self._compute_rows
@@ -144,7 +144,7 @@ class Contrastive:
         return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in values))
 
     def _compute_rows(
-        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        self, processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
@@ -171,7 +171,7 @@ class Contrastive:
         return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
 
     def _compute_sigmoid(
-        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        self, processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
@@ -250,7 +250,7 @@ def _collapsed_sigmoid(pairs: int, comparisons: Tensor) -> Tensor:
 
 
 def _gather_pairs(
-    processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
+    processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs (n, 2, h, d) and captions (n,) of all processes, and the rows (b,) of this process's own pairs."""
     pairs, captions = (processes.gather(tensor, sizes) for tensor in (torch.stack([audio, text], 1), caption_ids))
@@ -258,7 +258,7 @@ def _gather_pairs(
     return pairs, captions, torch.arange(start, start + len(audio), device=audio.device)
 
 
-def _sum_over_processes(processes: Backend, *tensors: Tensor) -> list[Tensor]:
+def _sum_over_processes(processes: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     """Each tensor summed over the processes, in fp64, in a single collective."""
     total = processes.sum(torch.cat([tensor.detach().to(sum_dtype(tensor.device)).flatten() for tensor in tensors]))
     sums = total.split([tensor.numel() for tensor in tensors])

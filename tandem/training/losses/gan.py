@@ -4,8 +4,8 @@ micro-batches. `adversarial` has their formulas."""
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from .adversarial import (
 )
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
+    from tandem.distributed.engines.base import Update
     from tandem.models.quantizers.base import Quantizer
 
 ADAPTIVE = "adaptive"
@@ -43,31 +44,38 @@ def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
     return videos[torch.arange(len(videos), device=videos.device), :, frames]
 
 
-class _MicroBatch(NamedTuple):
-    """A micro-batch: images, and further arguments of the losses and of the generator, by name."""
+class _ImageLosses(NamedTuple):
+    """The losses of reconstructed images, 0-d, and their gradients."""
+
+    reconstruction: Tensor
+    adversarial: Tensor
+    gradients: Sequence[Tensor]  # of each with respect to the images (b, c, h, w)
+    last_layer_gradients: Tensor | None  # of each with respect to the last weight (2, ...), if the weight needs them
+
+
+class MicroBatch(NamedTuple):
+    """Images of an update, (b, c, h, w), or videos, and what belongs to them."""
 
     images: Tensor
-    loss_inputs: Mapping[str, Tensor]
     generator_inputs: Mapping[str, Tensor]
-
-
-class _ImageLosses(NamedTuple):
-    """The losses of reconstructed images, and their gradients."""
-
-    reconstruction: Tensor  # 0-d
-    adversarial: Tensor  # 0-d
-    gradients: Tensor  # of both with respect to the images (2, b, c, h, w)
-    last_layer_gradients: Tensor | None  # of both with respect to the last weight (2, ...), if needed
+    """Further arguments of the generator, by name."""
+    loss_inputs: Mapping[str, Tensor]
+    """Further arguments of the discriminator and of the reconstruction loss, by name."""
+    is_adversarial: bool
+    losses: _ImageLosses | None = None
+    """The losses, where they have been computed before, because the weight depends on those of all micro-batches."""
+    gan_weight: Tensor | None = None
+    """The adversarial loss's weight, then."""
 
 
 class GANLoss:
-    """The terms of the generator's and the discriminator's losses, for any formula of them.
+    """The terms of the generator's loss, for any formula of them, and the updates of the discriminator.
 
-    `recon, adversarial = gan(out)` are losses of a micro-batch (0-d). `weight` (0-d), the adversarial loss's weight
-    for the whole batch, is then known. A loss may be any function of them and of the other losses in `out`:
-        `generator.backward(gan.surrogate_loss(loss))` gives all weights its gradients as if one graph led from them to
-        the loss. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the
-        images are reused.
+    `recon, adversarial, weight = gan_loss(out, micro_batch)` are a micro-batch's reconstruction and adversarial loss
+    and the adversarial loss's weight for the whole batch. All are 0-d; the losses have gradients, so that
+    `generator.backward(recon + weight * adversarial)`, or any other function of them, gives all weights their
+    gradients. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the
+    images, from which an adaptive weight is computed, are used again.
 
     The generator's model gives `reconstruction`, `codes`, `losses` and `features` (`models.VQGANOutput`); called with
     `accumulate_stats=True` it only adds to the statistics of its `quantizer`. Its `last_layer_gradient` is (features,
@@ -76,7 +84,7 @@ class GANLoss:
     above 1; the last ones may be left out of an update. Both models may be of videos.
 
     Args:
-        args: The flags of `GANFlags`, and the seed.
+        args: The flags of `GANFlags`.
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
@@ -86,12 +94,8 @@ class GANLoss:
         generator_inputs: Further arguments of the generator, such as noise.
     """
 
-    weight: Tensor
-    generator_inputs: Mapping[str, Tensor]
-    """Further arguments of the generator for the current images."""
-
     def __init__(
-        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Backend, *,
+        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: ProcessGroup, *,
         images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
         log: Callable[..., None], loss_inputs: FurtherInputs = lambda micro, step: {},
         generator_inputs: FurtherInputs = lambda micro, step: {},
@@ -99,134 +103,122 @@ class GANLoss:
         self._args, self._generator, self._discriminator, self._processes = args, generator, discriminator, processes
         self._quantizer: Quantizer = generator.module.quantizer
         self._images, self._reconstruction_loss, self._log = images, reconstruction_loss, log
-        self._make_loss_inputs, self._make_generator_inputs = loss_inputs, generator_inputs
+        self._loss_inputs, self._generator_inputs = loss_inputs, generator_inputs
         self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
         self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
 
-    def active_terms(self, step: int) -> tuple[bool, bool]:
-        """Whether update `step` has an adversarial loss, and whether it has a gradient penalty."""
-        is_active = step >= self._args.discr_start_step
-        return is_active, is_active and step % self._args.apply_grad_penalty_every == 0
+    def is_adversarial(self, step: int) -> bool:
+        """Whether update number `step` has an adversarial loss, and an update of the discriminator."""
+        return step >= self._args.discr_start_step
 
-    def micro_batches(self, batch: Mapping[str, Any], step: int, *, is_active: bool) -> Iterator[Tensor]:
-        """The images of each micro-batch of update number `step`. Call this object for each before the next one. If the
-        discriminator is not active yet, the adversarial loss is 0 and not computed. Collective."""
-        self._batch, self._step, self._is_active = batch, step, is_active
-        self._fakes: list[Tensor] = []
-        self.weight = torch.zeros((), device=self._processes.device)
-        self._batch_losses = self._measure_batch()
-        if self._batch_losses:
-            self.weight = self._gan_weight(self._batch_losses)
-        for micro_batch in self._micro_batches_of(self._generator):
-            self._micro_batch, self.generator_inputs = micro_batch, micro_batch.generator_inputs
-            yield micro_batch.images
+    def has_penalty(self, step: int) -> bool:
+        """Whether the discriminator's loss in update number `step` has a gradient penalty."""
+        return bool(self._args.penalty_weight) and step % self._args.apply_grad_penalty_every == 0
 
-    def __call__(self, out: Any) -> tuple[Tensor, Tensor]:
-        """The generator's output for these images -> their reconstruction and adversarial losses, 0-d. Collective."""
-        if self._batch_losses:
-            losses = self._batch_losses[len(self._fakes)]
-        else:
-            losses = self._image_losses(out, self._micro_batch)
-            if self._is_active:
-                self.weight = self._gan_weight([losses])
-        if self._is_active:
-            self._log(gan_weight=self.weight, gan_loss=losses.adversarial)
-        self._reconstruction = out.reconstruction
-        self._fakes.append(out.reconstruction.detach())
-        # A displacement of the reconstruction by 0, with respect to which `surrogate_loss` differentiates the loss.
-        self._displacement = torch.zeros_like(self._fakes[-1]).requires_grad_()
-        reconstruction_term, adversarial_term = ((self._displacement * gradient).sum() for gradient in losses.gradients)
-        return losses.reconstruction + reconstruction_term, losses.adversarial + adversarial_term
+    def active_terms(self, step: int, batch: Mapping[str, Any] | None = None) -> tuple[bool, bool]:
+        """Which terms update number `step` has, the adversarial loss and the gradient penalty: `kind` of `updates`."""
+        return self.is_adversarial(step), self.is_adversarial(step) and self.has_penalty(step)
 
-    def surrogate_loss(self, loss: Tensor) -> Tensor:
-        """A loss of these images (0-d), with a graph that leads through their reconstruction."""
-        (gradient,) = torch.autograd.grad(loss, self._displacement, retain_graph=True)
-        surrogate = (self._reconstruction * gradient).sum()
-        return loss + (surrogate - surrogate.detach())
+    def micro_batches(self, batch: Mapping[str, Any], step: int) -> Iterator[MicroBatch]:
+        """The micro-batches of the generator's update number `step`. What depends on all of them is measured before the
+        first one: the quantizer's statistics, and the losses from which an adaptive weight is computed. Collective."""
+        if self._generator.grad_accum_steps == 1:
+            yield from self._divide(batch, step, self._generator)
+            return
+        if self._quantizer.needs_stats:
+            with recomputation(), torch.no_grad():
+                for micro_batch in self._divide(batch, step, self._generator):
+                    self._generator(micro_batch.images, accumulate_stats=True)
+            self._quantizer.reduce_stats()
+        if not (self.is_adversarial(step) and self._args.gan_weight == ADAPTIVE):
+            yield from self._divide(batch, step, self._generator)
+            return
+        batch_losses = []
+        for micro_batch in self._divide(batch, step, self._generator):
+            with recomputation(), torch.no_grad():
+                out = self._generator(micro_batch.images, **micro_batch.generator_inputs)
+            batch_losses.append(self._image_losses(out, micro_batch))
+        weight = self._gan_weight(batch_losses)
+        for micro_batch, losses in zip(self._divide(batch, step, self._generator), batch_losses, strict=True):
+            yield micro_batch._replace(losses=losses, gan_weight=weight)
 
-    def update_codebook(self, skipped: Tensor) -> None:
-        """Update the quantizer after an update of the generator, which may have been skipped (0-d bool)."""
-        self._quantizer.after_step(self._step, self._args.seed, skipped)
+    def __call__(self, out: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """The generator's output for these images -> their reconstruction and adversarial losses, and the adversarial
+        loss's weight, all 0-d. Without an adversarial loss in this update it is 0, and so is its weight. Collective."""
+        losses, weight = micro_batch.losses, micro_batch.gan_weight
+        if losses is None:
+            losses = self._image_losses(out, micro_batch)
+        reconstruction = out.reconstruction.float()  # so that the two gradients are added in fp32
+        recon = _with_gradient(losses.reconstruction, reconstruction, losses.gradients[0])
+        if not micro_batch.is_adversarial:
+            return recon, losses.adversarial, losses.adversarial
+        if weight is None:
+            weight = self._gan_weight([losses])
+        self._log(gan_weight=weight, gan_loss=losses.adversarial)
+        return recon, _with_gradient(losses.adversarial, reconstruction, losses.gradients[1]), weight
 
-    def discriminator_losses(self, *, with_penalty: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each micro-batch of the discriminator its loss, LeCam's regulariser and the gradient penalty, 0-d, on the
-        images and their reconstructions. A term is 0 if its weight is, the penalty also without `with_penalty`."""
+    def update_discriminator(
+        self, batch: Mapping[str, Any], step: int, fakes: Sequence[Tensor], *, with_norm: bool = True
+    ) -> Update:
+        """One update of the discriminator, and of LeCam's averages, on the images and their reconstructions `fakes`
+        (b, c, h, w), one tensor per micro-batch. `with_norm` as in `Engine.step`. Collective."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
         # not change the result. A head that takes no part has no mean.
         shape, device = (2, self._heads), self._processes.device
-        self._logit_means = torch.full(shape, torch.nan, dtype=sum_dtype(device), device=device)
-        micro_batches = self._micro_batches_of(self._discriminator)
-        for index, ((images, inputs, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
+        logit_means = torch.full(shape, torch.nan, dtype=sum_dtype(device), device=device)
+        micro_batches = self._divide(batch, step, self._discriminator)
+        for index, (micro_batch, fake) in enumerate(zip(micro_batches, fakes, strict=True)):
+            images, inputs = micro_batch.images, micro_batch.loss_inputs
             head_logits = heads_of(self._discriminator(torch.cat([images, fake]), **_double(inputs)))
             real_logits, fake_logits = zip(*(logits.chunk(2) for logits in head_logits), strict=True)
-            loss = self._loss.discriminator(real_logits, fake_logits)
+            loss = discr_loss = self._loss.discriminator(real_logits, fake_logits)
             side_means = (torch.stack([logits.mean() for logits in heads]) for heads in (real_logits, fake_logits))
             means = torch.stack([*side_means]).detach()
             if index == 0:
-                self._logit_means[:, : len(head_logits)] = 0.0
-            self._logit_means[:, : len(head_logits)] += means / self._processes.grad_accum_steps
+                logit_means[:, : len(head_logits)] = 0.0
+            logit_means[:, : len(head_logits)] += means / self._discriminator.grad_accum_steps
             discr_real, discr_fake = means.mean(1)
-            self._log(discr_loss=loss, discr_real=discr_real, discr_fake=discr_fake)
-            lecam = penalty = loss.new_zeros(())
+            self._log(discr_loss=discr_loss, discr_real=discr_real, discr_fake=discr_fake)
             if self._args.lecam_weight:
                 lecam = self.lecam(real_logits, fake_logits)
+                loss = loss + self._args.lecam_weight * lecam
                 self._log(lecam_loss=lecam)
-            if self._args.penalty_weight and with_penalty:
+            if self.has_penalty(step):
                 penalty = self._penalty(images, fake, inputs)
+                loss = loss + self._args.penalty_weight * penalty
                 self._log(gradient_penalty=penalty)
-            yield loss, lecam, penalty
-
-    def update_lecam(self, skipped: Tensor) -> None:
-        """Move LeCam's averages after an update of the discriminator, unless it was skipped (0-d bool). Collective."""
+            self._discriminator.backward(loss)
+        update = self._discriminator.step(with_norm=with_norm)
         if self._args.lecam_weight:
-            real_means, fake_means = self._processes.mean(self._logit_means)
-            self.lecam.update(real_means, fake_means, skipped)
+            real_means, fake_means = self._processes.mean(logit_means)
+            self.lecam.update(real_means, fake_means, update.skipped)
+        return update
 
     def _penalty(self, images: Tensor, fake: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         with self._discriminator.twice_differentiable():
             if self._args.penalty == ZERO_CENTRED:
-                return zero_centred_penalty(functools.partial(self._discriminator, **_double(inputs)), images, fake)
-            return gradient_penalty(functools.partial(self._discriminator, **inputs), images)
+                return zero_centred_penalty(partial(self._discriminator, **_double(inputs)), images, fake)
+            return gradient_penalty(partial(self._discriminator, **inputs), images)
 
-    def _image_losses(self, out: Any, micro_batch: _MicroBatch) -> _ImageLosses:
+    def _image_losses(self, out: Any, micro_batch: MicroBatch) -> _ImageLosses:
         """Losses of reconstructions and their gradients with respect to the images. There is no backward pass through
         the generator."""
         with torch.enable_grad(), self._discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
-            with self._processes.autocast():
+            with self._discriminator.autocast():
                 loss, loss_parts = self._reconstruction_loss(fake, micro_batch.images, **micro_batch.loss_inputs)
-            gradient, adversarial_gradient = image_gradient(loss, fake), torch.zeros_like(fake)
-            adversarial = loss.new_zeros(())
-            if self._is_active:
-                with self._processes.autocast():
+            gradients, adversarial = [image_gradient(loss, fake)], loss.new_zeros(())
+            if micro_batch.is_adversarial:
+                with self._discriminator.autocast():
                     adversarial = self._loss.generator(self._discriminator.module(fake, **micro_batch.loss_inputs))
-                adversarial_gradient = image_gradient(adversarial, fake)
+                gradients.append(image_gradient(adversarial, fake))
         self._log(**loss_parts)
-        gradients, last_layer_gradients = torch.stack([gradient, adversarial_gradient]), None
-        if self._is_active and self._args.gan_weight == ADAPTIVE:
-            to_last_layer = self._generator.module.last_layer_gradient
-            last_layer_gradients = torch.stack([to_last_layer(out.features, image_grad) for image_grad in gradients])
+        last_layer_gradients = None
+        if micro_batch.is_adversarial and self._args.gan_weight == ADAPTIVE:
+            with torch.no_grad():
+                to_last_layer = partial(self._generator.module.last_layer_gradient, out.features)
+                last_layer_gradients = torch.stack([to_last_layer(gradient) for gradient in gradients])
         return _ImageLosses(loss.detach(), adversarial.detach(), gradients, last_layer_gradients)
-
-    @torch.no_grad()
-    def _measure_batch(self) -> list[_ImageLosses]:
-        """With several micro-batches, measure what depends on all of them before training on the first one: the
-        quantizer's statistics, and the losses from which an adaptive weight is computed. Returns these losses."""
-        if self._processes.grad_accum_steps == 1:
-            return []
-        if self._quantizer.needs_stats:
-            with recomputation():
-                for micro_batch in self._micro_batches_of(self._generator):
-                    self._generator(micro_batch.images, accumulate_stats=True)
-            self._quantizer.reduce_stats()
-        if not (self._is_active and self._args.gan_weight == ADAPTIVE):
-            return []
-        batch_losses = []
-        for micro_batch in self._micro_batches_of(self._generator):
-            with recomputation():
-                out = self._generator(micro_batch.images, **micro_batch.generator_inputs)
-            batch_losses.append(self._image_losses(out, micro_batch))
-        return batch_losses
 
     def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
         """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
@@ -238,11 +230,18 @@ class GANLoss:
         weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._args.gan_weight_max)
         return weight * self._args.gan_weight_scale
 
-    def _micro_batches_of(self, engine: Any) -> Iterator[_MicroBatch]:
-        """The images and further arguments of each micro-batch."""
-        for loader_batch in engine.micro_batches(self._batch):
-            inputs = self._make_generator_inputs(loader_batch, self._step) if engine is self._generator else {}
-            yield _MicroBatch(self._images(loader_batch), self._make_loss_inputs(loader_batch, self._step), inputs)
+    def _divide(self, batch: Mapping[str, Any], step: int, engine: Any) -> Iterator[MicroBatch]:
+        """The micro-batches of update `step` of an engine, the generator or the discriminator."""
+        for loader_batch in engine.micro_batches(batch):
+            generator_inputs = self._generator_inputs(loader_batch, step) if engine is self._generator else {}
+            loss_inputs = self._loss_inputs(loader_batch, step)
+            yield MicroBatch(self._images(loader_batch), generator_inputs, loss_inputs, self.is_adversarial(step))
+
+
+def _with_gradient(value: Tensor, output: Tensor, gradient: Tensor) -> Tensor:
+    """`value` (0-d), whose gradient with respect to `output` is `gradient`, of the same shape as `output`."""
+    surrogate = (output * gradient).sum()
+    return value + (surrogate - surrogate.detach())
 
 
 def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from tandem.flops import recomputation
 from .contrastive import Contrastive, ContrastiveResult
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 
 class GradCache:
@@ -35,7 +35,7 @@ class GradCache:
     def __init__(
         self,
         engine: Any,
-        processes: Backend,
+        processes: ProcessGroup,
         contrastive: Contrastive,
         batch: Mapping[str, Any],
         inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],
@@ -44,7 +44,7 @@ class GradCache:
         self._result: ContrastiveResult | None = None
         # A single micro-batch needs no first pass. With `is_replicated` it is made nevertheless, as by runs with
         # another number of processes: PyTorch may choose another kernel without a graph, which would change bits.
-        if processes.grad_accum_steps > 1 or contrastive.is_replicated:
+        if engine.grad_accum_steps > 1 or contrastive.is_replicated:
             with torch.no_grad(), recomputation():
                 outputs = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
             self._result = self._compare([out for out, _ in outputs], [captions for _, captions in outputs])

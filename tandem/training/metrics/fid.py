@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.devices import double, fp64_device, full_precision
 from tandem.io.installed import how_to_install
+from tandem.io.published import INCEPTION, load_published_weights
 
 from .averages import AllReduce, identity
 
@@ -145,3 +146,9 @@ class Inception:
         are computed without it."""
         with torch.autocast(features.device.type, enabled=False):
             return features @ self._network.fc.weight.T
+
+
+def load_inception(weights: str | None, device: torch.device, heartbeat: Callable[[], None]) -> Inception | None:
+    """The network with the weights of --fid_weights, a file or "published"; None without any. `heartbeat` is called
+    while they are fetched. Raises ValueError, in one line."""
+    return Inception(load_published_weights(INCEPTION, weights, heartbeat), device) if weights else None

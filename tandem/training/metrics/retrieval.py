@@ -27,7 +27,7 @@ from torch.nn import functional
 from tandem.devices import double, fp64_device
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 
 TOP = 10
@@ -80,7 +80,7 @@ class RetrievalQuality:
         self._text.append(text.detach().float().to(self._device))
         self._labels.append(labels)
 
-    def result(self, processes: Backend, heartbeat: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def result(self, processes: ProcessGroup, heartbeat: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Quality of retrieval in both directions, equal on every process and for any number of processes. Collective.
 
         Names begin with `text_to_audio/` or `audio_to_text/`, each followed by
@@ -111,7 +111,7 @@ class RetrievalQuality:
             "r10": (text_to_audio["r10"] + audio_to_text["r10"]) / 2,
         }
 
-    def _gather_corpus(self, processes: Backend) -> tuple[Tensor, Tensor, Pairs] | None:
+    def _gather_corpus(self, processes: ProcessGroup) -> tuple[Tensor, Tensor, Pairs] | None:
         """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
         clip; None if there is nothing to rank."""
         shards = processes.gather_objects([self._audio[0].shape[1] if self._audio else 0, self._captions])
@@ -130,12 +130,12 @@ class RetrievalQuality:
         sums.index_add_(0, rows, text.double())
         return _unit_vectors(audio), _unit_vectors(sums), _sort_pairs(torch.tensor(clips, device=self._device), rows)
 
-    def classes(self, processes: Backend) -> list[str]:
+    def classes(self, processes: ProcessGroup) -> list[str]:
         """The distinct labels of all clips, sorted. Collective."""
         own_labels = sorted({label for labels in self._labels for label in labels if label is not None})
         return sorted(set().union(*processes.gather_objects(own_labels)))
 
-    def zero_shot(self, processes: Backend, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
+    def zero_shot(self, processes: ProcessGroup, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
         """`zero_shot/top1`, the fraction of labelled clips that are nearest to their class, and
         `zero_shot/chance_top1`, 1 / number of classes. Collective.
 
@@ -190,7 +190,7 @@ def _sort_pairs(queries: Tensor, candidates: Tensor) -> Pairs:
 
 
 def _rank_all(
-    queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Backend, on_progress: Callable[[], None]
+    queries: Tensor, candidates: Tensor, pairs: Pairs, processes: ProcessGroup, on_progress: Callable[[], None]
 ) -> Tensor:
     """`_rank_candidates` of all queries (q, 3), on the CPU. Each process computes a part; it calls `on_progress` before
     each chunk, to show that it is alive. Collective."""

@@ -20,7 +20,7 @@ from tandem.training.checkpoint.listing import latest_checkpoint, unseen_folder_
 from .starts import add_start, script_of, starts
 
 if TYPE_CHECKING:
-    from tandem.distributed import Backend
+    from tandem.distributed import ProcessGroup
 
 # Data order, split and noise depend on the seeds: with others, a resumed run would not continue the old one, and would
 # be validated on samples that it was trained on.
@@ -43,7 +43,7 @@ class RunFolder:
         ValueError: one line, if the folder cannot be created or written, or another process uses it.
     """
 
-    def __init__(self, output_dir: str | Path, processes: Backend, *, fresh: bool = False) -> None:
+    def __init__(self, output_dir: str | Path, processes: ProcessGroup, *, fresh: bool = False) -> None:
         self.path = Path(output_dir)
         self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
         self.metrics_file = self.path / "metrics.jsonl"
@@ -193,7 +193,7 @@ class RunFolder:
         return has_start or any(self.checkpoints_dir.glob("*step_*/state.json"))
 
 
-def read_config_to_resume(args: argparse.Namespace, processes: Backend) -> dict[str, Any] | None:
+def read_config_to_resume(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any] | None:
     """The config.yaml of the run that these arguments resume, so that they need not repeat the flags of its model; None
     for a new run. Collective.
 

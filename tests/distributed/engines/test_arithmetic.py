@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.distributed import Backend, TrainingStopped
 from tandem.distributed.engines import arithmetic
 from tandem.distributed.engines.arithmetic import LossScaler, all_finite, autocast, gradient_norm
-from tests.processes import Process, on_processes
+from tests.processes import ThreadBackend, on_backends
 
 MANY = 3 * 2**17 + 1  # more than are added at a time
 
@@ -99,11 +99,11 @@ def test_products_run_in_the_chosen_precision_and_sums_in_fp32(precision: str, d
 ONES = torch.ones(1, 2)
 
 
-def trained(process: Backend, spoil: Callable[[nn.Module], Tensor | None], updates: int) -> list[float]:
+def trained(backend: Backend, spoil: Callable[[nn.Module], Tensor | None], updates: int) -> list[float]:
     """The weight after each update of a layer, whose losses are what `spoil` makes of it."""
     model, seen = nn.Linear(2, 1), []
     nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-    engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(updates):
         loss = spoil(model)
         engine.backward(model(ONES).sum() if loss is None else loss)
@@ -121,15 +121,15 @@ def in_turn(*good: bool) -> Callable[[nn.Module], Tensor | None]:
 @pytest.mark.parametrize("limit", [0, 1, 2, 5])
 def test_the_run_stops_at_the_limit_in_a_row_and_not_before_with_the_last_good_weights(limit: int) -> None:
     most = max(limit, 1)  # 0 means the first
-    process = Process(max_skipped_updates=limit)
+    backend = ThreadBackend(max_skipped_updates=limit)
     if most > 1:  # a good update in between starts the count again
         turns = [True, *[False] * (most - 1), True, *[False] * (most - 1)]
-        seen = trained(process, in_turn(*turns), len(turns))
+        seen = trained(backend, in_turn(*turns), len(turns))
         assert len(set(seen)) == 2
     with pytest.raises(
         TrainingStopped, match=rf"^{most} updates? in a row .* update {most + 1}: rank 0: the loss is nan"
     ):
-        trained(process, in_turn(True, *[False] * most), most + 1)
+        trained(backend, in_turn(True, *[False] * most), most + 1)
 
 
 SPOILED: dict[str, Callable[[nn.Linear], Tensor]] = {
@@ -144,17 +144,17 @@ SPOILED: dict[str, Callable[[nn.Linear], Tensor]] = {
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @pytest.mark.parametrize("found", SPOILED)
 def test_the_message_names_the_rank_and_the_tensor_on_all(found: str, limit: int) -> None:
-    def work(process: Process) -> None:
-        trained(process, SPOILED[found] if process.rank == 1 else lambda model: None, limit)
+    def work(backend: Backend) -> None:
+        trained(backend, SPOILED[found] if backend.processes.rank == 1 else lambda model: None, limit)
 
-    errors = on_processes(3, work, catches=TrainingStopped, max_skipped_updates=limit)
+    errors = on_backends(3, work, catches=TrainingStopped, max_skipped_updates=limit)
     for said in map(str, errors):
         assert f"update {limit}: rank 1: {found}. " in said and "\n" not in said
         assert "rank 0" not in said and "rank 2" not in said
 
 
 def test_where_the_sum_alone_is_not_finite_no_rank_is_blamed_nor_for_what_was_found_before() -> None:
-    def work(process: Process) -> None:
+    def work(backend: Backend) -> None:
         updates = iter(range(1, 4))
 
         def spoil(model: nn.Linear) -> Tensor:
@@ -163,10 +163,10 @@ def test_where_the_sum_alone_is_not_finite_no_rank_is_blamed_nor_for_what_was_fo
             zero = (model.bias - model.bias.detach()).sum()
             return sum(zero * torch.finfo(torch.float32).max for _ in range(2))
 
-        trained(process, spoil, 3)
+        trained(backend, spoil, 3)
 
     # A third of twice the largest number there is comes from each of three processes.
-    errors = on_processes(3, work, catches=TrainingStopped, max_skipped_updates=3)
+    errors = on_backends(3, work, catches=TrainingStopped, max_skipped_updates=3)
     assert all("update 3: only the sum over the processes" in str(error) for error in errors), errors
 
 
@@ -183,8 +183,8 @@ def test_the_norm_of_a_gradient_is_cut_into_pieces_on_a_cpu_alone(
 def test_a_backward_pass_reads_no_number_where_the_first_skipped_update_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    process, model = Process(max_skipped_updates=1), nn.Linear(2, 1)
-    engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    backend, model = ThreadBackend(max_skipped_updates=1), nn.Linear(2, 1)
+    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     reads = list[int]()
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "__bool__", lambda tensor: reads.append(1) or tensor.item() != 0)

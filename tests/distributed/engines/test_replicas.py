@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.distributed import TrainingStopped
+from tandem.distributed import Backend, TrainingStopped
 from tandem.distributed.engines.replicas import check_replicas, checksums
-from tests.processes import Process, on_processes
+from tests.processes import Process, on_backends, on_processes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -64,13 +64,13 @@ def test_the_tensor_and_the_ranks_that_differ_are_named_and_equal_copies_exchang
 
 
 def test_copies_are_compared_as_often_as_was_asked() -> None:
-    def work(process: Process) -> str:
+    def work(backend: Backend) -> str:
         model = nn.Linear(2, 2)
         nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
         for update in range(1, 7):
             if update == 3:
-                model.bias.data += process.rank
+                model.bias.data += backend.processes.rank
             try:
                 engine.step()
             except TrainingStopped as stopped:
@@ -78,6 +78,6 @@ def test_copies_are_compared_as_often_as_was_asked() -> None:
         return "never"
 
     for every, update in ((2, 4), (3, 3), (5, 5)):
-        for said in on_processes(2, work, check_replicas_every_n_steps=every):
+        for said in on_backends(2, work, check_replicas_every_n_steps=every):
             assert said.startswith(f"{update}: ") and "bias" in said
-    assert on_processes(2, work, check_replicas_every_n_steps=0) == ["never"] * 2
+    assert on_backends(2, work, check_replicas_every_n_steps=0) == ["never"] * 2

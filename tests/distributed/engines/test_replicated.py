@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tandem.distributed import Backend
 from tandem.distributed.engines.base import Engine
-from tests.processes import Process
+from tests.processes import ThreadBackend
 
 BATCH = 12
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -214,16 +214,15 @@ def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it
 ) -> None:
     """Also where no norm is taken."""
     engine, undisturbed = make(optimizer), make(optimizer)
-    engine._backend.norms_are_logged = is_logged
     for update in range(4):
         x = batch(update)
         if update == 2:
             engine.backward(engine(x).mean() * float("nan"))
-            result = engine.step()
+            result = engine.step(with_norm=is_logged)
             assert bool(result.skipped) and not torch.isfinite(result.grad_norm)
         for each in (engine, undisturbed):
             each.backward(each(x).square().mean())
-            result = each.step()
+            result = each.step(with_norm=is_logged or each is undisturbed)
             assert not bool(result.skipped) and bool(result.grad_norm.isfinite()) == (is_logged or each is undisturbed)
     ours, expected = engine.state_dict(), undisturbed.state_dict()
     assert (ours["updates"], ours["skipped_updates"]) == (5, 1)
@@ -235,14 +234,14 @@ def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it
 
 
 def test_copies_of_the_state_are_finished_before_an_update_or_a_load_changes_it() -> None:
-    process, model = Process(), nn.Linear(1, 1)
-    engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    backend, model = ThreadBackend(), nn.Linear(1, 1)
+    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
     state, seen = engine.state_dict(), []
     for change in (engine.step, lambda: engine.load_state_dict(state)):
         engine.backward(engine(torch.ones(1, 1)).sum())
         before = bits(model.state_dict())
         for _ in range(2):
-            process.before_update(lambda before=before: seen.append(bits(model.state_dict()) == before))
+            backend.processes.before_update(lambda before=before: seen.append(bits(model.state_dict()) == before))
         change()
         assert bits(model.state_dict()) != before
         engine.step()

@@ -91,7 +91,7 @@ def test_an_update_waits_until_the_state_is_copied(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Snapshot, "finish", held_up)
     with single(batch_size=1) as backend:
-        checkpoints = Checkpoints(tmp_path, 1, backend)
+        checkpoints = Checkpoints(tmp_path, 1, backend.processes)
         engine = backend.wrap(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=1.0), name="model")
         checkpoints.save(1, {"model": {"weights": weights}}, {})
         for micro in engine.micro_batches({"x": torch.ones(1, 1)}):

@@ -23,14 +23,15 @@ from tandem.training.losses.adversarial import (
     zero_centred_penalty,
 )
 from tandem.training.losses.gan import GANLoss
-from tests.processes import on_processes, single
+from tests.processes import on_backends, single
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BATCH = 8
 RULES = {
     "gan_loss": "hinge", "gan_weight": "adaptive", "gan_weight_max": 1e4, "gan_weight_scale": 1.0,
-    "penalty": "one_centred", "penalty_weight": 10.0, "lecam_weight": 0.0, "lecam_decay": 0.999, "seed": 0,
+    "penalty": "one_centred", "penalty_weight": 10.0, "lecam_weight": 0.0, "lecam_decay": 0.999,
+    "discr_start_step": 0, "apply_grad_penalty_every": 1,
 }  # fmt: skip
 RATE = 1e-2
 
@@ -58,31 +59,24 @@ class Game(GANLoss):
         self.g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
         self.d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
         self.rules = SimpleNamespace(**{**RULES, **rules})
-        super().__init__(self.rules, self.g, self.d, backend, images=lambda micro: micro["x"], log=self.add, **given)
+        options = {"images": lambda micro: micro["x"], "log": self.add, **given}
+        super().__init__(self.rules, self.g, self.d, backend.processes, **options)
         self.means: dict[str, Tensor] = {}
 
     def add(self, **values: Tensor) -> None:
         for name, value in values.items():
-            self.means[name] = self.means.get(name, 0) + value.detach().double() / self._processes.grad_accum_steps
+            self.means[name] = self.means.get(name, 0) + value.detach().double() / self.g.grad_accum_steps
 
-    def generate(self, batch: Mapping[str, Any], *, step: int = 0, is_active: bool = True) -> Any:
+    def generate(self, batch: Mapping[str, Any], *, step: int = 0) -> Any:
         """An update of the generator, with weight 0.5 of the losses of codes."""
-        self.means = {}
-        for images in self.micro_batches(batch, step, is_active=is_active):
-            out = self.g(images)
-            recon, adversarial = self(out)
-            loss = recon + self.weight * adversarial + 0.5 * sum(out.losses.values())
-            self.g.backward(self.surrogate_loss(loss))
+        self.means, self.fakes = {}, []
+        for micro_batch in self.micro_batches(batch, step):
+            out = self.g(micro_batch.images)
+            recon, adversarial, weight = self(out, micro_batch)
+            self.g.backward(recon + weight * adversarial + 0.5 * sum(out.losses.values()))
+            self.fakes.append(out.reconstruction.detach())
         update = self.g.step()
-        self.update_codebook(update.skipped)
-        return update
-
-    def criticise(self, *, with_penalty: bool = True) -> Any:
-        """An update of the discriminator, on what has been generated."""
-        for loss, lecam, penalty in self.discriminator_losses(with_penalty=with_penalty):
-            self.d.backward(loss + self.rules.lecam_weight * lecam + self.rules.penalty_weight * penalty)
-        update = self.d.step()
-        self.update_lecam(update.skipped)
+        self.g.module.quantizer.after_step(step, 0, update.skipped)
         return update
 
 
@@ -97,7 +91,7 @@ def l1(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def play(game: Game, images: Tensor, *, step: int = 0) -> dict[str, Tensor]:
     game.generate({"x": images}, step=step)
-    game.criticise()
+    game.update_discriminator({"x": images}, step, game.fakes)
     return game.means
 
 
@@ -164,12 +158,13 @@ def test_two_processes_make_the_updates_of_the_whole_batch() -> None:
     plain, *of_ranks = (copy.deepcopy(start) for _ in range(3))
     batches = [torch.rand(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(step)) for step in range(2)]
 
-    def work(process: Any) -> list[Tensor]:
-        game = make_game(process, *of_ranks[process.rank], lecam_weight=0.3)
+    def work(backend: Backend) -> list[Tensor]:
+        process = backend.processes
+        game = make_game(backend, *of_ranks[process.rank], lecam_weight=0.3)
         mine = slice(process.rank * BATCH // 2, (process.rank + 1) * BATCH // 2)
         return [play(game, images[mine], step=step)["gan_weight"] for step, images in enumerate(batches)]
 
-    weights = on_processes(2, work, batch_size=BATCH)
+    weights = on_backends(2, work, batch_size=BATCH)
     lecam = LeCam(0.999)
     for step, images in enumerate(batches):
         weight = plain_update(*plain, images, lecam, lecam_weight=0.3).detach()
@@ -207,21 +202,22 @@ def of_frames(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dic
 
 @pytest.mark.parametrize("penalty", ["one_centred", "zero_centred"])
 def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(backend: Backend, penalty: str) -> None:
-    """Three heads, of which those of clips are idle in the second of three updates, on images; the frames are given."""
+    """Three heads, of which those of clips are idle in the first of three updates, on images; the frames are given."""
     torch.manual_seed(0)
     generator, discriminator = Reconstructor(), VideoDiscriminator.from_dict({"dim": 4, "layers": 2})
     start, (plain_g, plain_d) = (copy.deepcopy((generator, discriminator)) for _ in range(2))
     game = Game(
-        backend, generator, discriminator, {"lecam_weight": 0.3, "penalty": penalty, "penalty_weight": 0.2},
+        backend, generator, discriminator,
+        {"lecam_weight": 0.3, "penalty": penalty, "penalty_weight": 0.2, "apply_grad_penalty_every": 2},
         loss_inputs=lambda micro, step: {"frames": (micro["positions"] + step) % micro["x"].shape[2]},
         reconstruction_loss=of_frames,
     )  # fmt: skip
     lecam = LeCam(0.999, heads=3)
-    for step, length in enumerate((5, 1, 5)):
+    for step, length in enumerate((1, 5, 5)):
         x = torch.rand(BATCH, 3, length, 16, 16, generator=torch.Generator().manual_seed(step))
         batch, frames = {"x": x, "positions": torch.arange(BATCH)}, (torch.arange(BATCH) + step) % length
         game.generate(batch, step=step)
-        game.criticise(with_penalty=step < 2)
+        game.update_discriminator(batch, step, game.fakes)
 
         fake = plain_g(x).reconstruction
         nll = of_frames(fake, x, frames)[0]
@@ -238,9 +234,9 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
         for row, of_heads in zip(means, (real_logits, fake_logits), strict=True):
             row[: len(of_heads)] = torch.stack([logits.detach().mean() for logits in of_heads])
         lecam.update(*means)
-        if step < 2 and penalty == "one_centred":
+        if step % 2 == 0 and penalty == "one_centred":
             loss = loss + 0.2 * gradient_penalty(lambda y: plain_d(y, frames), x)  # noqa: B023
-        elif step < 2:
+        elif step % 2 == 0:
             both = frames.repeat(2)
             loss = loss + 0.2 * zero_centred_penalty(lambda y: plain_d(y, both), x, fake)  # noqa: B023
         loss.backward()
@@ -262,12 +258,12 @@ def test_a_fixed_weight_is_used_times_its_scale(backend: Backend) -> None:
 
 def test_an_update_that_is_skipped_leaves_the_codebook_alone(backend: Backend) -> None:
     generator, discriminator = models("vq")
-    game = make_game(backend, generator, discriminator)
-    play(game, torch.rand(BATCH, 3, 16, 16))
+    game = make_game(backend, generator, discriminator, discr_start_step=2)
+    game.generate({"x": torch.rand(BATCH, 3, 16, 16)})
     before = {name: tensor.clone() for name, tensor in generator.state_dict().items()}
     broken = torch.rand(BATCH, 3, 16, 16)
     broken[-1, 0, 0, 0] = torch.nan
-    update = game.generate({"x": broken}, step=1, is_active=False)
+    update = game.generate({"x": broken}, step=1)
     assert bool(update.skipped)
     torch.testing.assert_close(dict(generator.state_dict()), before, rtol=0, atol=0)
 
@@ -279,7 +275,8 @@ def test_an_update_that_is_skipped_leaves_the_averages_of_lecam_alone(backend: B
     play(game, torch.rand(BATCH, 3, 16, 16))
     before = {name: average.clone() for name, average in game.lecam.state_dict().items()}
     discriminator.to_logits[0].weight.register_hook(lambda gradient: gradient * torch.inf)
-    game.generate({"x": torch.rand(BATCH, 3, 16, 16)}, step=1)
-    assert bool(game.criticise(with_penalty=False).skipped)
+    batch = {"x": torch.rand(BATCH, 3, 16, 16)}
+    game.generate(batch, step=1)
+    assert bool(game.update_discriminator(batch, 1, game.fakes).skipped)
     assert before["mass"] > 0
     torch.testing.assert_close(dict(game.lecam.state_dict()), before, rtol=0, atol=0)

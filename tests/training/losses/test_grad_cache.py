@@ -14,7 +14,7 @@ from tandem.distributed import Backend
 from tandem.io.exits import Failed
 from tandem.training.losses.contrastive import KINDS, Contrastive, ContrastiveResult
 from tandem.training.losses.grad_cache import GradCache
-from tests.processes import Process, on_processes, single
+from tests.processes import on_backends, single
 from tests.training.losses.test_contrastive import by_the_formula
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -94,9 +94,9 @@ def backward(engine: Any, processes: Any, contrastive: Contrastive, batch: dict[
 def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """The result, and the gradients as the optimizer got them: the momentum of a first step."""
     engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
-    contrastive = Contrastive(kind, backend, **options)
+    contrastive = Contrastive(kind, backend.processes, **options)
     for _ in range(9):  # fp16: its loss scale begins too high, and halves with each update that is skipped
-        result = backward(engine, backend, contrastive, make_batch(dtype))
+        result = backward(engine, backend.processes, contrastive, make_batch(dtype))
         if not bool(engine.step().skipped):
             break
     return result, engine.state_dict()["optimizer"]["moments"]["momentum_buffer"]
@@ -127,17 +127,18 @@ def test_two_processes_have_the_gradients_of_one_graph(kind: str) -> None:
     """Those of temperature and bias, which are totals over the batch, too."""
     of_ranks = [Towers(), Towers()]
 
-    def work(process: Process) -> dict[str, Tensor]:
+    def work(backend: Backend) -> dict[str, Tensor]:
+        process = backend.processes
         mine = slice(process.rank * BATCH // 2, (process.rank + 1) * BATCH // 2)
         batch = {name: rows[mine] for name, rows in make_batch().items()}
         model = of_ranks[process.rank]
-        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), name="model")
+        engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), name="model")
         backward(engine, process, Contrastive(kind, process), batch)
         engine.step()
         return dict(engine.state_dict()["optimizer"]["moments"]["momentum_buffer"])
 
     _, wanted = in_one_graph(kind)
-    for gradients in on_processes(2, work, batch_size=BATCH):
+    for gradients in on_backends(2, work, batch_size=BATCH):
         for name, gradient in wanted.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14)
 
@@ -164,7 +165,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(capfd: pytest.C
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with pytest.raises(Failed), single(batch_size=BATCH, grad_accum_steps=4, max_skipped_updates=1) as backend:
         engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-        backward(engine, backend, Contrastive("decoupled", backend), batch)
+        backward(engine, backend.processes, Contrastive("decoupled", backend.processes), batch)
         engine.step()
     assert "the loss is nan" in capfd.readouterr().err
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
