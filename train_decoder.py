@@ -12,7 +12,6 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +55,7 @@ def build_parser() -> ArgumentParser:
 
 
 def build_model(
-    args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None,
+    config: Config, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> models.Decoder:  # fmt: skip
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
@@ -64,17 +63,19 @@ def build_model(
 
     def load(decoder: models.Decoder, source: models.Decoder, name: str) -> None:
         decoder.load_weights_from(source, name)
-        if line := clip_mismatch_text(args, source.config["clip"], clip, name):
+        if line := clip_mismatch_text(config, source.config["clip"], clip, name):
             say(line)
 
-    decoder: models.Decoder = init_model(models.Decoder, args, load, config=DecoderConfig.from_data(args, widths, clip))
+    decoder: models.Decoder = init_model(
+        models.Decoder, config, load, config=DecoderConfig.from_data(config, widths, clip)
+    )
     for number, unet in enumerate(decoder.unets, start=1):
-        unet.requires_grad_(number in (args.train_unets or [number]))
+        unet.requires_grad_(number in (config.train_unets or [number]))
     return decoder
 
 
 def clip_mismatch_text(
-    args: argparse.Namespace, source_clip: Mapping[str, str] | None, run_clip: Mapping[str, str] | None, name: str
+    config: Config, source_clip: Mapping[str, str] | None, run_clip: Mapping[str, str] | None, name: str
 ) -> str | None:
     """A line if the conditions of this run may differ from those that a decoder was trained with.
 
@@ -82,7 +83,7 @@ def clip_mismatch_text(
         source_clip: `Clip.origin` of the decoder `name`; None if it has none.
         run_clip: That of this run; None if the data holds its conditions.
     """
-    if not args.condition_on or source_clip is None or (run_clip and run_clip["sha256"] == source_clip["sha256"]):
+    if not config.condition_on or source_clip is None or (run_clip and run_clip["sha256"] == source_clip["sha256"]):
         return None
     text = f"--clip {source_clip['name']} and weights {source_clip['weights']} (SHA-256 {source_clip['sha256']})"
     if run_clip is None:
@@ -97,33 +98,33 @@ def clip_mismatch_text(
 class UnetTraining:
     """What the training of one Unet needs beside its engine: losses, random numbers and the learning rate."""
 
-    def __init__(self, args: argparse.Namespace, decoder: models.Decoder, number: int, device: torch.device) -> None:
+    def __init__(self, config: Config, decoder: models.Decoder, number: int, device: torch.device) -> None:
 
         def unet_flag(name: str) -> Any:
-            return getattr(args, name)[number - 1]
+            return getattr(config, name)[number - 1]
 
-        self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
+        self.decoder, self.index, self.batch_size = decoder, number - 1, config.batch_size
         self.module, schedule = decoder.unet(self.index), decoder.schedule(self.index)
         self.learning_rate, self.warmup = unet_flag("learning_rate"), unet_flag("lr_warmup_steps")
-        self.crop, self.crop_noise = unet_flag("random_crop_sizes"), training.Noise(args.seed, f"unet{number}/crop")
+        self.crop, self.crop_noise = unet_flag("random_crop_sizes"), training.Noise(config.seed, f"unet{number}/crop")
         self.shape, self.full_shape = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
         self.optimizer = training.make_optimizer(
-            self.module, self.learning_rate, args.betas, unet_flag("weight_decay"), lion=args.use_lion
+            self.module, self.learning_rate, config.betas, unet_flag("weight_decay"), lion=config.use_lion
         )
         lowres_schedule = decoder.lowres_schedule()
         self.loss = models.DiffusionLoss(
             schedule, unet_flag("objective"), weight=unet_flag("loss_weight"),
             learned_variance=bool(unet_flag("learned_variance")), lowres_schedule=lowres_schedule,
-            min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k, p2_gamma=args.p2_loss_weight_gamma,
+            min_snr_gamma=config.min_snr_gamma, p2_k=config.p2_loss_weight_k, p2_gamma=config.p2_loss_weight_gamma,
         )  # fmt: skip
         levels = lowres_schedule.timesteps if lowres_schedule else 0
-        blur_prob = args.blur_prob if args.lowres_condition == "blur" else 0.0
-        lowres_draws = training.LowresDraws(levels, blur_prob, (args.blur_sigma[0], args.blur_sigma[-1]))
+        blur_prob = config.blur_prob if config.lowres_condition == "blur" else 0.0
+        lowres_draws = training.LowresDraws(levels, blur_prob, (config.blur_sigma[0], config.blur_sigma[-1]))
         self.draws = training.DiffusionDraws(
-            args.seed, f"unet{number}", args.timesteps, device=device, stratified=args.stratified_times,
-            logit_normal=args.logit_normal if args.time_sampling == "logit_normal" else None,
-            image_drop=args.image_cond_drop_prob if self.module.spec.image_embed_dim else None,
-            text_drop=args.text_cond_drop_prob if self.module.spec.text_embed_dim else None,
+            config.seed, f"unet{number}", config.timesteps, device=device, stratified=config.stratified_times,
+            logit_normal=config.logit_normal if config.time_sampling == "logit_normal" else None,
+            image_drop=config.image_cond_drop_prob if self.module.spec.image_embed_dim else None,
+            text_drop=config.text_cond_drop_prob if self.module.spec.text_embed_dim else None,
             lowres=lowres_draws if self.index else None,
         )  # fmt: skip
 
@@ -142,37 +143,35 @@ class UnetTraining:
         return self.loss(network, x0, conditions, **draws).error, draws["times"]
 
 
-def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    processes = backend.processes
-
+def train(config: Config, backend: distributed.Backend) -> None:
     processes, device = backend.processes, backend.processes.device
 
-    condition_flags = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
+    condition_flags = {f"takes_{kind}": kind in config.condition_on for kind in ("image", "text")}
     with processes.raise_on_all_ranks():
         heartbeat = partial(processes.heartbeat, "fetching weights")
-        clip = models.Clip.from_file(args.clip, args.clip_weights, device, heartbeat) if args.clip else None
-    embed = partial(models.with_embeddings, clip=clip, condition_on=args.condition_on)
+        clip = models.Clip.from_file(config.clip, config.clip_weights, device, heartbeat) if config.clip else None
+    embed = partial(models.with_embeddings, clip=clip, condition_on=config.condition_on)
     feed: Any = data.decoder_feed(
-        args, processes, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
+        config, processes, image_size=config.image_sizes[-1], longest_text=config.max_text_len,
         tokenize=clip and clip.tokenize, **condition_flags,
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else data.widths_of(feed.first)
     with processes.raise_on_all_ranks():
-        decoder = build_model(args, widths, clip.origin if clip else None, processes.say).to(device)
-        lpips = models.load_lpips(args.lpips_weights, args.image_sizes[-1], device, heartbeat)
-        inception = training.load_inception(args.fid_weights, device, heartbeat)
-        unet_numbers = args.train_unets or range(1, len(decoder.unets) + 1)
-        unets = {number: UnetTraining(args, decoder, number, device) for number in unet_numbers}
+        decoder = build_model(config, widths, clip.origin if clip else None, processes.say).to(device)
+        lpips = models.load_lpips(config.lpips_weights, config.image_sizes[-1], device, heartbeat)
+        inception = training.load_inception(config.fid_weights, device, heartbeat)
+        unet_numbers = config.train_unets or range(1, len(decoder.unets) + 1)
+        unets = {number: UnetTraining(config, decoder, number, device) for number in unet_numbers}
     columns = [*(f"unet{number}/error" for number in unet_numbers), *COLUMNS]
-    run = training.Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
+    run = training.Run(config, backend, feed, models={"decoder": decoder}, columns=columns)
 
     generation = training.Generation(
-        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(args), processes,
-        args.seed, backend.autocast,
+        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(config), processes,
+        config.seed, backend.autocast,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = training.Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
-    ema = training.make_ema(cascade, args.ema_decay, args.ema_power, cascade.parts)
+    ema = training.make_ema(cascade, config.ema_decay, config.ema_power, cascade.parts)
     metric = training.final_metric(ema, "loss")
     best = training.BestModel(
         run.folder.path, processes.is_root, metric=metric, lowest=True, broadcast=processes.broadcast_object
@@ -197,33 +196,33 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
         with training.final_weights(cascade, ema) as model:
-            values = generation.measure(model, args.n_evaluation_samples, quality, clip)
+            values = generation.measure(model, config.n_evaluation_samples, quality, clip)
         return {training.final_metric(ema, name): value for name, value in values.items()}
 
     evaluation = training.Evaluation(
         cascade, ema, write={"model": models.Decoder.save_pretrained}, best=best, picture_name="pictures",
         validate=validate, draw=lambda versions, batch, step: generation.draw(training.final_model(versions), batch),
-        is_collective_draw=True, use=("sample.py", *training.sampling_example(args)),
+        is_collective_draw=True, use=("sample.py", *training.sampling_example(config)),
     )  # fmt: skip
-    has_picture_metrics = args.n_evaluation_samples and (args.fid_weights or args.lpips_weights or clip)
+    has_picture_metrics = config.n_evaluation_samples and (config.fid_weights or config.lpips_weights or clip)
     picture_evaluation = training.Action(
-        "judged pictures", args.evaluate_every_n_steps, evaluate_pictures, measures=True
+        "judged pictures", config.evaluate_every_n_steps, evaluate_pictures, measures=True
     )
     extra_actions = [picture_evaluation] if has_picture_metrics else []
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
-    if args.n_evaluation_samples:
+    if config.n_evaluation_samples:
         run.say(
             training.missing_metrics_text(
-                {"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}
+                {"inception": config.fid_weights, "lpips": config.lpips_weights, "clip": config.clip}
             )
         )
 
     # The factor `timesteps` makes the mean over sampled levels the whole bound, as in Nichol and Dhariwal 2021.
-    vb_weight = args.vb_loss_weight * args.timesteps
-    with_warmup = partial(schedules.with_warmup, args.lr_schedule)
+    vb_weight = config.vb_loss_weight * config.timesteps
+    with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
-    for step, batch in training.updates(run, evaluation, preview=args.num_images_save, extra_actions=extra_actions):
+    for step, batch in training.updates(run, evaluation, preview=config.num_images_save, extra_actions=extra_actions):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
             engine.lr = with_warmup(step, run.progress.total_steps, unet.learning_rate, unet.warmup)

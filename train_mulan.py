@@ -96,7 +96,7 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_mulan.py", "Train MuLan.", Config)
 
 
-def build_model(args: argparse.Namespace, tokenizer: data.Tokenizer) -> models.MuLaN:
+def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``. A resumed run takes
     its towers from its checkpoint: their files may be gone."""
     import torch
@@ -105,25 +105,26 @@ def build_model(args: argparse.Namespace, tokenizer: data.Tokenizer) -> models.M
     from tandem.weights.formats.towers import load_towers, read_towers
     from tandem.weights.load import load_named_model, tokenizer_file
 
-    paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
-    resumed_towers = [name for name, path in paths.items() if path and path == (args.resumed or {}).get(name)]
+    paths = {name: getattr(config, name) for name in ("text_tower", "audio_tower")}
+    settings = config.invocation.resumed or {}
+    resumed_towers = [name for name, path in paths.items() if path and path == settings.get(name)]
     text, audio = (None if name in resumed_towers else path for name, path in paths.items())
-    towers = read_towers(text, audio, args.text_tower_quick_gelu)
+    towers = read_towers(text, audio, config.text_tower_quick_gelu)
     shapes = {name: tower.config for name, tower in towers.items()}
-    shapes |= {name: describe_model(args.output_dir)[name] for name in resumed_towers}
-    torch.manual_seed(args.seed)
+    shapes |= {name: describe_model(config.output_dir)[name] for name in resumed_towers}
+    torch.manual_seed(config.seed)
     file_config = {"vocab_size": tokenizer.vocab_size, **shapes}
     model: models.MuLaN = models.build_in_memory(
-        models.MuLaN, **{**MuLaNConfig.from_args(args).to_dict(), **file_config}
+        models.MuLaN, **{**MuLaNConfig.from_args(config).to_dict(), **file_config}
     )
     load_towers(model, towers, tokenizer)
-    if args.init_from:
-        source = load_named_model(args.init_from, "MuLaN")
-        if Path(args.init_from).is_file():  # of a public package, which does not name its tokenizer
+    if config.init_from:
+        source = load_named_model(config.init_from, "MuLaN")
+        if Path(config.init_from).is_file():  # of a public package, which does not name its tokenizer
             source.config |= {name: model.config[name] for name in NOT_IN_MUSICLM_FILE}
         else:
-            tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
-        model.load_weights_from(source, args.init_from)
+            tokenizer.require_same(config.init_from, tokenizer_file(Path(config.init_from)))
+        model.load_weights_from(source, config.init_from)
     return model
 
 
@@ -161,31 +162,30 @@ def picture(embedder: training.Embedder, samples: data.Batch, count: int) -> Ima
     return training.sounds_picture(spectrograms, matches, sounds @ texts.T)
 
 
-def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    processes = backend.processes
-
+def train(config: Config, backend: distributed.Backend) -> None:
     processes, device = backend.processes, backend.processes.device
 
     with processes.raise_on_all_ranks():
-        tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
-        model = build_model(args, tokenizer).to(device)
+        tokenizer = data.open_tokenizer(config.tokenizer, config.max_text_tokens, marks=config.layout == "tandem")
+        model = build_model(config, tokenizer).to(device)
         optimizer = training.make_optimizer(
-            model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion
+            model, config.learning_rate, config.betas, config.weight_decay, lion=config.use_lion
         )
-    feed = data.sound_feed(args, processes, tokenizer)
-    run = training.Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
+    feed = data.sound_feed(config, processes, tokenizer)
+    run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     engine = backend.wrap(model, optimizer, name="mulan")
-    ema = training.make_ema(engine, args.ema_decay, args.ema_power)
+    ema = training.make_ema(engine, config.ema_decay, config.ema_power)
     contrastive = training.Contrastive(
-        args.loss, processes, mask_duplicates=args.duplicates == "masked", is_replicated=args.batch_parts > 0
-    )
-    noise, dropout = training.Noise(args.seed, "patches and masks"), training.Noise(args.seed, "dropout")
+        config.loss, processes, mask_duplicates=config.duplicates == "masked",
+        is_replicated=backend.options.plan.batch_parts > 0,
+    )  # fmt: skip
+    noise, dropout = training.Noise(config.seed, "patches and masks"), training.Noise(config.seed, "dropout")
     best_metric, tie_metric = training.final_metric(ema, "r10"), training.final_metric(ema, "loss")
     best = training.BestModel(
         run.folder.path, processes.is_root, metric=best_metric, loss=tie_metric, broadcast=processes.broadcast_object
     )  # fmt: skip
-    rows = args.batch_size // (processes.world_size * backend.grad_accum_steps)  # per forward pass, as in training
+    rows = config.batch_size // (processes.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(training.Embedder, tokenizer=tokenizer, rows=rows, device=device, precision=backend.autocast)
 
     def inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,26 +199,26 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         module.save_pretrained(folder)
         tokenizer.save(folder)
 
-    total_steps = run.progress.total_steps
-    alarm = training.CollapseAlarm(after_steps=schedules.limit_warmup(args.lr_warmup_steps, total_steps))
+    templates, sounds_shown, total_steps = config.zero_shot_templates, config.num_sounds_shown, run.progress.total_steps
+    alarm = training.CollapseAlarm(after_steps=schedules.limit_warmup(config.lr_warmup_steps, total_steps))
     evaluation = training.Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
-        validate=lambda model, step: evaluate(embedder(model), feed, contrastive, args.zero_shot_templates, processes),
-        draw=lambda models, batch, step: picture(embedder(training.final_model(models)), batch, args.num_sounds_shown),
-        use=("embed.py", "--audio", data_path(args, "audio_data"), "--output", f"{args.output_dir}/index"),
+        validate=lambda model, step: evaluate(embedder(model), feed, contrastive, templates, processes),
+        draw=lambda models, batch, step: picture(embedder(training.final_model(models)), batch, sounds_shown),
+        use=("embed.py", "--audio", data_path(config, "audio_data"), "--output", f"{config.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     with processes.raise_on_all_ranks():
         if run.is_root and not run.is_complete:
             tokenizer.save(run.folder.path)  # the next start reads this one
-    with_warmup = partial(schedules.with_warmup, args.lr_schedule)
+    with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
     def lengths(step: int, batch: data.Batch) -> Sequence[int]:
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
         return tuple(sorted(training.width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 
     for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
-        engine.lr = with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
+        engine.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         cache = training.GradCache(engine, processes, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):
             out = engine(**inputs(micro_batch))

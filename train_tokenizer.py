@@ -12,7 +12,6 @@ All give the same numbers. Run the same command again to resume: docs/running.md
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,49 +85,47 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_tokenizer.py", "Train a causal tokenizer of videos and images.", Config)
 
 
-def build_model(args: argparse.Namespace) -> models.VideoTokenizer:
+def build_model(config: Config) -> models.VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
-    load = models.VideoTokenizer.inflate_from if args.inflate else models.VideoTokenizer.load_weights_from
-    generator: models.VideoTokenizer = init_model(models.VideoTokenizer, args, load)
-    models.check_frames(args.num_frames, generator.frames_per_code)
-    if args.train == "decoder":
+    load = models.VideoTokenizer.inflate_from if config.inflate else models.VideoTokenizer.load_weights_from
+    generator: models.VideoTokenizer = init_model(models.VideoTokenizer, config, load)
+    models.check_frames(config.num_frames, generator.frames_per_code)
+    if config.train == "decoder":
         generator.freeze_encoder()
     return generator
 
 
-def build_discriminator(args: argparse.Namespace) -> models.VideoDiscriminator:
+def build_discriminator(config: Config) -> models.VideoDiscriminator:
     """The discriminator with seeded weights, the same on every process."""
-    return init_discriminator(models.VideoDiscriminator, args)
+    return init_discriminator(models.VideoDiscriminator, config)
 
 
-def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+def train(config: Config, backend: distributed.Backend) -> None:
     from torch.nn import functional as F
 
     from tandem.devices import to_device
 
-    processes = backend.processes
-
     processes, device = backend.processes, backend.processes.device
 
-    peak, discr_betas = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas
+    peak, discr_betas = config.discr_learning_rate or config.learning_rate, config.discr_betas or config.betas
     with processes.raise_on_all_ranks():
-        generator, discriminator = build_model(args).to(device), build_discriminator(args).to(device)
+        generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
         heartbeat = partial(processes.heartbeat, "fetching weights")
-        options = {"side": args.image_size, "device": device, "heartbeat": heartbeat}
-        perceptual = models.load_perceptual(args.perceptual, args.perceptual_weights, **options)
-        lpips = models.load_lpips(args.lpips_weights, **options)
-        i3d = models.i3d_features(args.fvd_weights, args.num_frames, device)
-        make_optimizer = partial(training.make_optimizer, weight_decay=args.weight_decay, lion=args.use_lion)
-        optimizer = make_optimizer(generator, args.learning_rate, args.betas)
+        options: Any = {"side": config.image_size, "device": device, "heartbeat": heartbeat}
+        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, **options)
+        lpips = models.load_lpips(config.lpips_weights, **options)
+        i3d = models.i3d_features(config.fvd_weights, config.num_frames, device)
+        make_optimizer = partial(training.make_optimizer, weight_decay=config.weight_decay, lion=config.use_lion)
+        optimizer = make_optimizer(generator, config.learning_rate, config.betas)
         discr_optimizer = make_optimizer(discriminator, peak, discr_betas)
-    feed = data.video_data(args, processes)
+    feed = data.video_data(config, processes)
     networks = {"generator": generator, "discriminator": discriminator}
-    run = training.Run(args, settings, backend, feed, models=networks, columns=COLUMNS)
+    run = training.Run(config, backend, feed, models=networks, columns=COLUMNS)
     generator.quantizer.connect(processes)
     in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
-    ema, noise = training.make_ema(tokenizer, args.ema_decay, args.ema_power), training.Noise(args.seed, "frame")
-    discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
+    ema, noise = training.make_ema(tokenizer, config.ema_decay, config.ema_power), training.Noise(config.seed, "frame")
+    discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
 
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["videos"])
@@ -143,40 +140,41 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         if perceptual is None:
             return pixel_error, {"recon_loss": pixel_error}
         perceptual_error = perceptual(training.frames_of(fake, frames), training.frames_of(videos, frames))
-        loss = pixel_error + args.perceptual_loss_weight * perceptual_error
+        loss = pixel_error + config.perceptual_loss_weight * perceptual_error
         return loss, {"recon_loss": pixel_error, "perceptual_loss": perceptual_error}
 
     def validate(model: models.VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
-        quality = training.VideoQuality(model.num_codes, args.num_frames, device, ["recon_loss"], lpips, i3d)
+        quality = training.VideoQuality(model.num_codes, config.num_frames, device, ["recon_loss"], lpips, i3d)
         return training.evaluate_autoencoder(
             model, map(videos_of, feed.validation()), pixel_loss, quality, processes.sum
         )
 
     def draw(versions: Mapping[str, models.VideoTokenizer], samples: Mapping[str, Any], step: int) -> training.Sample:
         clips = videos_of(samples)
-        return training.film(clips, training.reconstructions(versions, clips), fps=args.fps or 8)
+        return training.film(clips, training.reconstructions(versions, clips), fps=config.fps or 8)
 
-    pixel_loss = F.l1_loss if args.l1_recon_loss else F.mse_loss
+    pixel_loss = F.l1_loss if config.l1_recon_loss else F.mse_loss
+    codes_folder = f"{config.output_dir}/codes"
     gan_loss = training.GANLoss(
-        args, tokenizer, discr, processes, images=videos_of, loss_inputs=sample_frames,
+        config, tokenizer, discr, processes, images=videos_of, loss_inputs=sample_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
         validate=in_precision(validate), draw=in_precision(draw), watch=training.ReconstructionAlarm().check,
-        use=("encode.py", "--video_folder", data_path(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
+        use=("encode.py", "--video_folder", data_path(config, "video_folder"), "--output", codes_folder),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
-    run.say(None if run.is_complete else perceptual_loss_warning(args))
+    run.say(None if run.is_complete else perceptual_loss_warning(config))
 
     total_steps = run.progress.total_steps
-    with_warmup = partial(schedules.with_warmup, args.lr_schedule)
+    with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
-    for step, batch in training.updates(run, evaluation, preview=args.num_videos_save, kind=gan_loss.active_terms):
-        tokenizer.lr = with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        discr.lr = with_warmup(step, total_steps, peak, args.lr_warmup_steps)
-        entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
-        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
+    for step, batch in training.updates(run, evaluation, preview=config.num_videos_save, kind=gan_loss.active_terms):
+        tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
+        discr.lr = with_warmup(step, total_steps, peak, config.lr_warmup_steps)
+        entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
+        weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         fakes, codes = [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = tokenizer(micro_batch.images)
@@ -187,7 +185,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = tokenizer.step(with_norm=run.is_line_due)
-        generator.quantizer.after_step(step, args.seed, update.skipped)
+        generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
         run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])

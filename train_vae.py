@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem import data, distributed, models, schedules, training
 from tandem.config.converters import FILE, non_negative_float, positive_float
@@ -84,33 +84,33 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_vae.py", "Train the discrete VAE of DALL-E.", Config)
 
 
-def build_model(args: argparse.Namespace) -> models.DiscreteVAE:
+def build_model(config: Config) -> models.DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
 
-    return init_model(models.DiscreteVAE, args)
+    return init_model(models.DiscreteVAE, config)
 
 
-def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+def train(config: Config, backend: distributed.Backend) -> None:
     import torch
 
     from tandem.weights.formats.dalle import save_dalle
 
-    processes = backend.processes
-
     processes, device = backend.processes, backend.processes.device
 
     with processes.raise_on_all_ranks():  # if this fails on one process, all end
-        model = build_model(args).to(device)
-    feed = data.image_data(args, processes, model.channels)
-    run = training.Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
+        model = build_model(config).to(device)
+    feed = data.image_data(config, processes, model.channels)
+    run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
 
-    vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
-    ema = training.make_ema(vae, args.ema_decay, args.ema_power)
-    noise = training.Noise(args.seed, "gumbel")
-    temperature_at = partial(schedules.anneal, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
+    vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True), name="vae")
+    ema = training.make_ema(vae, config.ema_decay, config.ema_power)
+    noise = training.Noise(config.seed, "gumbel")
+    temperature_at = partial(
+        schedules.anneal, start=config.starting_temp, rate=config.anneal_rate, lowest=config.temp_min
+    )
 
     def objective(out: models.VAEOutput) -> Tensor:
-        return out.recon_loss + args.kl_loss_weight * out.kl
+        return out.recon_loss + config.kl_loss_weight * out.kl
 
     def validate(model: models.DiscreteVAE, step: int) -> dict[str, float | Image.Image]:
         """Noise-free loss, quality of hard reconstructions, and a picture of how often each code was chosen."""
@@ -131,17 +131,18 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return training.grid({"original": images, "soft": soft, "hard": hard})
 
     alarm = training.ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
+    codes_folder = f"{config.output_dir}/codes"
     in_precision = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
         vae, ema, write={"model": models.DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
         validate=in_precision(validate), draw=in_precision(draw), watch=alarm.check,
-        use=("encode.py", "--image_folder", data_path(args, "image_folder"), "--output", f"{args.output_dir}/codes"),
+        use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", codes_folder),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 
-    for step, batch in training.updates(run, evaluation, preview=args.num_images_save):
+    for step, batch in training.updates(run, evaluation, preview=config.num_images_save):
         temperature, codes = temperature_at(step), []
-        vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
+        vae.lr = schedules.decay(step, config.learning_rate, config.lr_decay_rate)
         for micro_batch in vae.micro_batches(batch):
             images = data.to_unit_range(micro_batch["images"])
             gumbel = noise.gumbel(step, micro_batch["positions"], model.noise_shape, device)

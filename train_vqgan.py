@@ -11,7 +11,6 @@ All give the same numbers. Run the same command again to resume: docs/running.md
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +51,7 @@ class LossFlags:
         title="model",
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
-    betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
+    betas: tuple[float, float] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
     lr_drop_epochs: tuple[float, ...] | None = flag(
         None, "divide the learning rates by 10 after each of these numbers of epochs", epoch_counts
     )
@@ -78,48 +77,46 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_vqgan.py", "Train a VQGAN.", Config)
 
 
-def build_model(args: argparse.Namespace) -> models.VQGAN:
+def build_model(config: Config) -> models.VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
-    generator: models.VQGAN = init_model(models.VQGAN, args)
-    if args.train == "decoder":
+    generator: models.VQGAN = init_model(models.VQGAN, config)
+    if config.train == "decoder":
         generator.freeze_encoder()
     return generator
 
 
-def build_discriminator(args: argparse.Namespace) -> models.Discriminator:
+def build_discriminator(config: Config) -> models.Discriminator:
     """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
-    return init_discriminator(models.Discriminator, args)
+    return init_discriminator(models.Discriminator, config)
 
 
-def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+def train(config: Config, backend: distributed.Backend) -> None:
     import torch
     from torch.nn import functional as F
-
-    processes = backend.processes
 
     processes, device = backend.processes, backend.processes.device
 
     with processes.raise_on_all_ranks():
-        generator, discriminator = build_model(args).to(device), build_discriminator(args).to(device)
+        generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
         heartbeat = partial(processes.heartbeat, "fetching weights")
-        inception = training.load_inception(args.fid_weights, device, heartbeat)
-        options = {"side": args.image_size, "device": device, "heartbeat": heartbeat}
-        perceptual = models.load_perceptual(args.perceptual, args.perceptual_weights, **options)
-        lpips = models.load_lpips(args.lpips_weights, **options)
-    feed = data.image_data(args, processes)
+        inception = training.load_inception(config.fid_weights, device, heartbeat)
+        options: Any = {"side": config.image_size, "device": device, "heartbeat": heartbeat}
+        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, **options)
+        lpips = models.load_lpips(config.lpips_weights, **options)
+    feed = data.image_data(config, processes)
     networks = {"generator": generator, "discriminator": discriminator}
     columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
-    run = training.Run(args, settings, backend, feed, models=networks, columns=columns)
+    run = training.Run(config, backend, feed, models=networks, columns=columns)
 
     generator.quantizer.connect(processes)
-    adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
+    adam = partial(torch.optim.Adam, lr=config.learning_rate, fused=True)
     trainable = [weight for weight in generator.parameters() if weight.requires_grad]
-    vqgan = backend.wrap(generator, adam(trainable, betas=args.betas), name="generator")
-    ema = training.make_ema(vqgan, args.ema_decay, args.ema_power)
-    peak = args.discr_learning_rate or args.learning_rate
-    discr_optimizer = adam(discriminator.parameters(), lr=peak, betas=args.discr_betas or args.betas)
-    discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
-    pixel_loss, noise = F.mse_loss if args.l2_recon_loss else F.l1_loss, training.Noise(args.seed, "latents")
+    vqgan = backend.wrap(generator, adam(trainable, betas=config.betas), name="generator")
+    ema = training.make_ema(vqgan, config.ema_decay, config.ema_power)
+    peak = config.discr_learning_rate or config.learning_rate
+    discr_optimizer = adam(discriminator.parameters(), lr=peak, betas=config.discr_betas or config.betas)
+    discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
+    pixel_loss, noise = F.mse_loss if config.l2_recon_loss else F.l1_loss, training.Noise(config.seed, "latents")
     pixels_per_latent = generator.channels * 4**generator.num_layers  # numbers of the image per latent vector
     outputs = "codes" if generator.num_codes else "latents"
 
@@ -131,7 +128,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         if perceptual is None:
             return recon, {"recon_loss": recon}
         distance = perceptual(fake, images)
-        return recon + args.perceptual_loss_weight * distance, {"recon_loss": recon, "perceptual_loss": distance}
+        return recon + config.perceptual_loss_weight * distance, {"recon_loss": recon, "perceptual_loss": distance}
 
     def validate(model: models.VQGAN, step: int) -> dict[str, float | Image.Image]:
         quality = training.ReconstructionQuality(model.num_codes, device, ["recon_loss"], lpips, inception)
@@ -144,34 +141,34 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return training.grid({"original": images, **training.reconstructions(versions, images)})
 
     def sample_noise(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
-        is_sampled = args.quantizer == KL and args.latent == "sample"
-        shape = generator.latent_shape(args.image_size)
+        is_sampled = config.quantizer == KL and config.latent == "sample"
+        shape = generator.latent_shape(config.image_size)
         return {"noise": noise.normal(step, micro["positions"], shape, device)} if is_sampled else {}
 
     gan_loss = training.GANLoss(
-        args, vqgan, discr, processes, images=images_of, generator_inputs=sample_noise,
+        config, vqgan, discr, processes, images=images_of, generator_inputs=sample_noise,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
         vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--image_folder", data_path(args, "image_folder"), "--output",
-             f"{args.output_dir}/{outputs}"),
+        use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output",
+             f"{config.output_dir}/{outputs}"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
-    run.say(None if run.is_complete else perceptual_loss_warning(args))
+    run.say(None if run.is_complete else perceptual_loss_warning(config))
 
     total_steps = run.progress.total_steps
-    with_warmup = partial(schedules.with_warmup, args.lr_schedule, lowest=0.1)
+    with_warmup = partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
 
-    for step, batch in training.updates(run, evaluation, preview=args.num_images_save, kind=gan_loss.active_terms):
-        drop = schedules.drop_factor(run.progress.epoch, args.lr_drop_epochs)
-        vqgan.lr = drop * with_warmup(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        discr.lr = drop * with_warmup(step, total_steps, peak, args.lr_warmup_steps)
-        entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
-        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
-        weights["kl"] = args.kl_loss_weight / pixels_per_latent
+    for step, batch in training.updates(run, evaluation, preview=config.num_images_save, kind=gan_loss.active_terms):
+        drop = schedules.drop_factor(run.progress.epoch, config.lr_drop_epochs)
+        vqgan.lr = drop * with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
+        discr.lr = drop * with_warmup(step, total_steps, peak, config.lr_warmup_steps)
+        entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
+        weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
+        weights["kl"] = config.kl_loss_weight / pixels_per_latent
         fakes, codes = [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = vqgan(micro_batch.images, **micro_batch.generator_inputs)
@@ -182,7 +179,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = vqgan.step(with_norm=run.is_line_due)
-        generator.quantizer.after_step(step, args.seed, update.skipped)
+        generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
         if generator.num_codes:
             run.log_codes(codes, generator.num_codes)

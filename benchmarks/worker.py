@@ -137,12 +137,12 @@ class Script(Side):
     def gather(self, value: Any) -> list[Any]:
         return self._backend.processes.gather_objects(value)
 
-    def run(self, script: Any, args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    def run(self, script: Any, config: Any) -> None:
         """Train, and write the results on the root. The last round ends where the last update begins."""
         from tandem.training.run import Run  # after the first look at the memory: a reference does not import it
 
         with Run.watched(self._watch):
-            script.train(args, settings, self._backend)
+            script.train(config, self._backend)
         if self._backend.processes.is_root:
             self.write()
 
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         Reference(options, args).run()
         return
     with distributed.from_args(args) as backend:
-        Script(options, backend).run(script, args, parser.settings(args))
+        Script(options, backend).run(script, parser.to_config(args, parser.settings(args)))
 
 
 if __name__ == "__main__":

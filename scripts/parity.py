@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.launching import AS_A_USER, CHOSEN_ON_TWO, ONE_PROCESS, Job, JobFailed, Launcher, finish
+from tandem.training.metrics.directions import EVALUATION_SECONDS
 
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
@@ -73,7 +74,8 @@ def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> 
         sys.exit(f"{launcher}: {error}")
     if outcome.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{outcome.output[-3000:]}")
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in metrics if EVALUATION_SECONDS not in line]
 
 
 def difference(ours: Sequence[dict[str, float]], reference: Sequence[dict[str, float]], key: str) -> list[float]:

@@ -82,8 +82,9 @@ def start_inference(
 
 
 def start_training(
-    train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demo_config: Path
-) -> None:
+    train: Callable[[Any, distributed.Backend], None], parser: ArgumentParser, argv: Sequence[str] | None,
+    demo_config: Path,
+) -> None:  # fmt: skip
     """Parse a script's arguments (`ArgumentParser.parse`), connect the processes (`distributed.launch`), fetch the
     model of --init_from, whose architecture the run takes where no flag sets another one, and call ``train(args,
     settings, backend)``. The settings name the commit of a model of the Hub, which config.yaml then records. A resumed
@@ -105,7 +106,7 @@ def start_training(
         if resumed is not None:
             args.init_from, args.resumed = None, resumed
             settings |= keep_tokenizer(args, resumed)
-        train(args, {**settings, "init_from": origin}, backend)
+        train(parser.to_config(args, {**settings, "init_from": origin}), backend)
 
     try:
         distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)

@@ -202,6 +202,12 @@ class Script:
         parsed: argparse.Namespace = self.module.build_parser().parse(flags)
         return parsed
 
+    def config(self, *flags: str) -> Any:
+        """The configuration that `train` gets."""
+        parser = self.module.build_parser()
+        args = parser.parse(flags)
+        return parser.to_config(args, parser.settings(args))
+
     def arguments_of(self, run: Path) -> argparse.Namespace:
         """Those with which a run was trained."""
         return self.parsed("--config", str(run / "config.yaml"))
@@ -364,8 +370,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return lines(run / "metrics.jsonl")
+    """The metrics of each update with a line, those of its evaluation included."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines(run / "metrics.jsonl"):
+        by_step.setdefault(line["step"], {}).update(line)
+    return list(by_step.values())
 
 
 def without_clocks(run: Path) -> list[dict[str, Any]]:

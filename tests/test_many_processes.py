@@ -60,7 +60,7 @@ def counted(script: Script, world_size: int, folder: Path, **flags: Any) -> list
     backend.processes.watchdog.barrier = lambda: root.count("meetings")  # type: ignore[method-assign]
     gc.freeze()  # as in `Script.main`; the run's end unfreezes
     with Run.watched(root.watch), pytest.raises(KilledError):
-        script.module.train(args, script.module.build_parser().settings(args), backend)
+        script.module.train(script.config(*words(asked)), backend)
     return root.counts
 
 

@@ -265,7 +265,7 @@ def test_twenty_updates_of_a_script_are_those_of_its_reference(
         monkeypatch.setattr(case.script.module, "build_discriminator", case.discriminator)
     flags = {"max_steps": UPDATES, "seed": SEED, **case.flags}
     theirs = metrics(run := case.script.train(tmp_path / "run", *words(flags)))
-    args = case.script.arguments_of(run)
+    args = case.script.config("--config", str(run / "config.yaml"))
     models = case.models(args, tmp_path)
     start = None if case.kept is None else kernels(models[case.kept].state_dict())
     ours = list(case.updates(args, models))
@@ -308,7 +308,7 @@ def test_a_reference_is_a_program_of_its_own(
 def test_ddim_draws_the_pictures_of_the_reference(case: Reference, tmp_path: Path) -> None:
     """With guidance. Pictures lie in [0, 1]; what rounds differently in one step is multiplied in the next ones."""
     flags = words({**case.flags, "sample_timesteps": 5, "cond_scale": 2.0})
-    args = case.script.parsed(*case.script.flags(tmp_path, *flags))
+    args = case.script.config(*case.script.flags(tmp_path, *flags))
     (theirs,) = case.build(args)
     theirs.eval()
     for unet in theirs.unets:

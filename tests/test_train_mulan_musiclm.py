@@ -101,7 +101,7 @@ def test_texts_have_no_marks_of_start_and_end(tmp_path: Path, monkeypatch: pytes
 
 def test_the_configuration_builds_the_public_defaults() -> None:
     """Facts: AudioSpectrogramTransformer.__init__, TextTransformer.__init__, the README's sizes, and MuLaNTrainer."""
-    args = MULAN.parsed("--config", str(MULAN.configs / "musiclm.yaml"))
+    args = MULAN.config("--config", str(MULAN.configs / "musiclm.yaml"))
     with torch.device("meta"):
         model = train_mulan.build_model(args, open_tokenizer("clip", args.max_text_tokens, marks=False))
     defaults = {"n_fft": 128, "win_length": 24, "hop_length": 12, "patch_size": 16, "patch_dropout": 0.25,

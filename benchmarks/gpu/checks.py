@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scripts.parity import SMALL_MODELS, difference
 from tandem import distributed
+from tandem.training.metrics.directions import EVALUATION_SECONDS
 
 from ..jobs import TOKENIZER, JobFailed
 from ..launching import free_port
@@ -119,7 +120,8 @@ def _digests(run: Path) -> dict[str, str]:
 
 
 def _lines(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in metrics if EVALUATION_SECONDS not in line]
 
 
 def waits(plan: Plan) -> Iterator[Row]:

@@ -61,7 +61,7 @@ class GANFlags:
     discr_learning_rate: float | None = flag(
         None, "learning rate of the discriminator (default: --learning_rate)", positive_float
     )
-    discr_betas: tuple[float, ...] | None = flag(
+    discr_betas: tuple[float, float] | None = flag(
         None, "betas of the discriminator's optimizer (default: --betas)", two_fractions
     )
     discr_max_grad_norm: float | None = flag(
@@ -84,7 +84,7 @@ class GANFlags:
     gan_weight_max: float = flag(
         1e4, "an adaptive --gan_weight is at most this", positive_float, requires=when("gan_weight", "adaptive")
     )
-    gan_weight_scale: float | None = flag(
+    gan_weight_scale: float = flag(  # `validate` replaces the default
         None,
         "factor on --gan_weight (default: 1; 0.1 if that is adaptive without a perceptual loss)",
         non_negative_float,
@@ -144,7 +144,7 @@ class GANFlags:
             args.gan_weight_scale = 0.1 if is_without_perceptual else 1.0
 
 
-def perceptual_loss_warning(args: argparse.Namespace) -> str | None:
+def perceptual_loss_warning(args: GANFlags) -> str | None:
     """A line that warns about a run without a perceptual loss; None for a run that has it."""
     if args.perceptual != "none":
         return None

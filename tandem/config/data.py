@@ -73,9 +73,9 @@ class DatasetFlags:
             args.split_by = "shard"
 
 
-def data_path(args: argparse.Namespace, data_flag: str) -> str:
+def data_path(config: DatasetFlags, data_flag: str) -> str:
     """The path of a run's samples for an example command; a placeholder with --dataset."""
-    return _EXAMPLE_FOLDERS[data_flag] if args.dataset else getattr(args, data_flag)
+    return _EXAMPLE_FOLDERS[data_flag] if config.dataset else getattr(config, data_flag)
 
 
 def _has_files(args: Any, *folders: str) -> bool:

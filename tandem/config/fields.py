@@ -162,6 +162,26 @@ def _composed(convert_value: Callable[[Any], Any], convert: Callable[[str], Any]
     return convert_text
 
 
+@dataclass(frozen=True)
+class Invocation:
+    """How a script was started, besides the values of its flags."""
+
+    script: str = ""
+    """The script's file name."""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Every flag of the run by name, those of its backend included, as config.yaml holds them."""
+    explicit: frozenset[str] = frozenset()
+    """Names of the flags that were set on the command line or in a config file."""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By name of a flag, the alias by which it was set."""
+    fixed_on_resume: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    """Flags that a resumed run may not change: name -> function whose result for the value is compared."""
+    config_note: str | None = None
+    """A line with the path of the config file that was read."""
+    resumed: Mapping[str, Any] | None = None
+    """The settings in config.yaml of the run that is resumed; None for a new run."""
+
+
 @dataclass
 class ModelConfig:
     """Arguments of a model's constructor, which are flags of its script, too."""

@@ -17,7 +17,7 @@ from tandem.io.renamed import SETTINGS
 from tandem.io.writing import open_standard_streams
 
 from .converters import choice_error, config_names, config_value, did_you_mean, format_default, format_flag
-from .fields import DATA, Flag, Requirement, add_flag, flags_of, specs_of
+from .fields import DATA, Flag, Invocation, Requirement, add_flag, flags_of, specs_of
 from .shell import HelpAll, Version, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
@@ -183,6 +183,19 @@ class ArgumentParser(argparse.ArgumentParser):
         if not getattr(args, "init_from", None):  # with it, `adopt` validates
             self._validate(args)
         return args
+
+    def to_config(self, args: argparse.Namespace, settings: Mapping[str, Any]) -> Any:
+        """The arguments as an instance of the dataclass of the flags, whose `invocation` has these `settings`."""
+        invocation = Invocation(
+            args.script,
+            settings,
+            args.explicit,
+            args.aliases_used,
+            args.fixed_on_resume,
+            args.config_note,
+            args.resumed,
+        )
+        return self.config(**{name: getattr(args, name) for name in self._fields}, invocation=invocation)
 
     def _validate(self, args: argparse.Namespace) -> None:
         """Fill in values that follow from other flags, and refuse contradictions and, on the command line, flags

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.io.installed import command_of
 from tandem.io.reading import counted
+
+if TYPE_CHECKING:
+    from .shared import RunFlags
 
 FILE = Path(__file__).with_name("public_names.yaml")
 
@@ -57,13 +59,13 @@ def advice_for(name: str, script: str) -> str | None:
     return f"{row.package} has it: {row.note}".replace("convert.py", shlex.join(command_of("convert.py")))
 
 
-def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:
+def batch_arithmetic(config: RunFlags, world_size: int) -> str | None:
     """A line about the size of a run's batches if a public name of --grad_accum_steps was given, because the meaning of
     batch sizes then differs; else None."""
-    name = args.aliases_used.get("grad_accum_steps", "grad_accum_steps")
+    name = config.invocation.aliases.get("grad_accum_steps", "grad_accum_steps")
     if name == "grad_accum_steps":
         return None
-    batch, steps = args.batch_size, args.grad_accum_steps
+    batch, steps = config.batch_size, config.grad_accum_steps
     return (
         f"--{name} {steps}: an update trains on {counted(batch, 'sample')} in all, over "
         f"{counted(world_size, 'process')} and {counted(steps, 'micro-batch')}; "

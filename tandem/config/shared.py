@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tandem.schedules import SHAPES
@@ -30,7 +30,7 @@ from .converters import (
     words,
     worker_count,
 )
-from .fields import Requirement, flag, given, when
+from .fields import Invocation, Requirement, flag, given, when
 
 if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
@@ -104,7 +104,7 @@ class RateFlags(ScheduleFlags):
 class OptimizerFlags:
     """Flags of every script that trains by AdamW or Lion (`make_optimizer`)."""
 
-    betas: tuple[float, ...] = flag((0.9, 0.99), "betas of the optimizer", two_fractions, title="optimizer")
+    betas: tuple[float, float] = flag((0.9, 0.99), "betas of the optimizer", two_fractions, title="optimizer")
     use_lion: bool = flag(False, "use Lion instead of AdamW")
 
 
@@ -130,6 +130,7 @@ _WANDB = when("report_to", "wandb")
 class RunFlags:
     """Flags of every script."""
 
+    invocation: Invocation = field(default_factory=Invocation)
     output_dir: str = flag(
         "runs/",
         "run folder; a run in it goes on",

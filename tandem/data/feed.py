@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import socket
@@ -56,7 +55,7 @@ class TrainingData:
     def __init__(
         self,
         open_samples: Callable[[], SampleDataset],
-        args: argparse.Namespace,
+        args: Any,
         processes: ProcessGroup,
         *,
         noun: str,
@@ -259,7 +258,7 @@ class TrainingData:
         }
 
 
-def _count_validated(n: int, args: argparse.Namespace) -> int:
+def _count_validated(n: int, args: Any) -> int:
     """The number of samples of a validation, of the n in the split; it does not depend on the number of processes."""
     limit = args.valid_samples
     if limit is None:  # without validations during training this is 0: the last one takes all samples
@@ -267,7 +266,7 @@ def _count_validated(n: int, args: argparse.Namespace) -> int:
     return min(n, max(limit, args.batch_size)) if limit else n
 
 
-def make_split(samples: SampleDataset, args: argparse.Namespace, source: str) -> order.Split:
+def make_split(samples: SampleDataset, args: Any, source: str) -> order.Split:
     """The splits for training, validation and test. Raises ValueError, in one line, if there are too few samples, or
     flags need shards and there are none."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
@@ -282,7 +281,7 @@ def make_split(samples: SampleDataset, args: argparse.Namespace, source: str) ->
 
 
 def _make_fetcher(
-    samples: SampleDataset, ranges: Sequence[range], args: argparse.Namespace
+    samples: SampleDataset, ranges: Sequence[range], args: Any
 ) -> Callable[[Sequence[range]], None] | None:
     """A function that fetches training shards from a server into the cache before they are read; None if no shard is on
     a server or there is no cache. Raises ValueError, in one line."""
@@ -316,7 +315,7 @@ def _check_views(views: Sequence[Sequence[Any]], noun: str) -> None:
             )
 
 
-def split_seed_of(args: argparse.Namespace) -> int:
+def split_seed_of(args: Any) -> int:
     """The seed of the split into training and validation: --split_seed, or else --seed."""
     return int(args.seed if args.split_seed is None else args.split_seed)
 

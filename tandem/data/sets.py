@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -60,7 +59,7 @@ def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: 
 
 def _open_feed(
     open_set: Callable[..., SampleDataset],
-    args: argparse.Namespace,
+    args: Any,
     processes: ProcessGroup,
     flag: str,
     noun: str,
@@ -81,17 +80,17 @@ def open_images(spec: Spec, field: type[ImageField] = ImageField, **options: Any
     return SampleDataset(open_records(spec, [fields[0].spec], "shapes", fields[0].seed), fields)
 
 
-def image_opener(args: argparse.Namespace, **options: Any) -> Callable[..., SampleDataset]:
+def image_opener(args: Any, **options: Any) -> Callable[..., SampleDataset]:
     """A function that opens sets of images by the flags of a run; `options`: further arguments of `ImageField`."""
     return partial(open_images, **_picture_options(args, args.image_size), **options)
 
 
-def image_data(args: argparse.Namespace, processes: ProcessGroup, channels: int = 3) -> TrainingData:
+def image_data(args: Any, processes: ProcessGroup, channels: int = 3) -> TrainingData:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `TrainingData` raises."""
     return _open_feed(image_opener(args, channels=channels), args, processes, "image_folder", "image")
 
 
-def _picture_options(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
+def _picture_options(args: Any, image_size: int) -> dict[str, Any]:
     """The arguments of `ImageField` and `ClipDecoder` that follow from the flags."""
     crop = Crop(args.crop, args.crop_area, args.seed)
     return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
@@ -112,14 +111,14 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
     return SampleDataset(source, fields)
 
 
-def video_opener(args: argparse.Namespace) -> Callable[..., SampleDataset]:
+def video_opener(args: Any) -> Callable[..., SampleDataset]:
     """A function that opens sets of clips by the flags of a run."""
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
     clip_options = {name: getattr(args, name) for name in names}
     return partial(open_videos, **_picture_options(args, args.image_size), **clip_options)
 
 
-def video_data(args: argparse.Namespace, processes: ProcessGroup) -> TrainingData:
+def video_data(args: Any, processes: ProcessGroup) -> TrainingData:
     """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
     images, as clips of one frame. Validation is of videos only. Raises what `TrainingData` raises."""
     feed_options = dict[str, Any]()
@@ -167,7 +166,7 @@ def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Re
     return source
 
 
-def sound_feed(args: argparse.Namespace, processes: ProcessGroup, tokenizer: Tokenizer) -> TrainingData:
+def sound_feed(args: Any, processes: ProcessGroup, tokenizer: Tokenizer) -> TrainingData:
     """The feed of a script that trains on sounds and captions. Raises what `TrainingData` raises."""
     options = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
     return _open_feed(partial(open_sounds, **options, tokenizer=tokenizer), args, processes, "audio_data", "sound")
@@ -228,7 +227,7 @@ def open_conditioned(
 
 
 def decoder_feed(
-    args: argparse.Namespace,
+    args: Any,
     processes: ProcessGroup,
     *,
     image_size: int,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.io.reading import counted, error_text, open_regular, parse_json
+from tandem.training.metrics.directions import EVALUATION_SECONDS, FAULTS
 
 POINTS = 500  # a curve of more values has 500 to 999 points
 MOST_METRICS = 400  # of a run; the memory grows with them
@@ -107,7 +108,7 @@ class MetricsFile:
     def _reset(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.clock = {name: Curve() for name in ("samples", "epoch", "seconds")}
-        self.last_step, self.last_time = -1, ""
+        self.last_step, self.last_time, self._awaits_evaluation = -1, "", False
         self._offset, self._tail = 0, b""
         self._skipped_lines = Counter[str]()  # lines that are left out, by the reason
         self._text_names: set[str] = set()  # names of values that are no numbers
@@ -156,13 +157,17 @@ class MetricsFile:
         except (ValueError, LookupError, TypeError):
             self._skipped_lines["which cannot be read"] += 1
             return
-        if step <= self.last_step:
+        is_evaluation = EVALUATION_SECONDS in values
+        if step < self.last_step or (step == self.last_step and not (is_evaluation and self._awaits_evaluation)):
             self._skipped_lines["of updates that had a line before"] += 1
             return
-        self.last_step = step
+        has_line = step == self.last_step
+        self.last_step, self._awaits_evaluation = step, not is_evaluation
         if isinstance(time := values.get("time"), str):
             self.last_time = time[:40]
         for name, value in values.items():
+            if has_line and name in (*CLOCK, *FAULTS):  # the update's line has it
+                continue
             if value is None or type(value) in (int, float):
                 if curve := self._curve(name):
                     # A run writes null for what is not finite. float(value) would fail for a very large whole number.

@@ -80,7 +80,7 @@ def run_dry(
     summary = f"the whole run, {counted(total, 'update')} with all that, would take {format_duration(total_seconds)}"
     if total_seconds > run.clock.run_seconds:
         reachable = counted(max(1, int(total * run.clock.run_seconds / total_seconds)), "update")
-        summary += f"; --max_minutes {run.args.max_minutes:g} ends it after about {reachable}"
+        summary += f"; --max_minutes {run.config.max_minutes:g} ends it after about {reachable}"
     run.say(f"{summary}; dry run: nothing of it was kept")
     run.close()
     if run.is_root:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -141,7 +140,7 @@ class Generation:
             self._feed.check_stop_request()
 
 
-def sampling_example(args: argparse.Namespace) -> list[str]:
+def sampling_example(args: Any) -> list[str]:
     """Flags of sample.py, besides --model, that sample from the trained model."""
     if not args.condition_on:
         flags = ["--count", "4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -58,10 +59,10 @@ def updates(
     kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. After each, in this order:
-    count the update, exit if the run is asked to stop, and do the `actions` that are due. The line of metrics is
-    written before them, or after those that measure. If the run is asked to stop before or during a validation or a
-    picture, it stops at once, and its next start makes this evaluation. After the last update the models are written.
-    Yields nothing if the run is complete.
+    count the update, write its line of metrics, exit if the run is asked to stop, and do the `actions` that are due.
+    Those that measure have a line of metrics of their own, which is written after all of them. If the run is asked to
+    stop before or during them, it stops at once, and its next start makes this evaluation. After the last update the
+    models are written. Yields nothing if the run is complete.
 
     Args:
         preview: Number of samples of the pictures.
@@ -99,12 +100,12 @@ def updates(
     feed.check_stop_request = check_stop_request
     all_actions = actions(run, evaluations, samples, extra_actions)
     try:
-        if run.args.dry_run:
+        if run.config.dry_run:
             yield from run_dry(run, all_actions, batch, update_kind)
             return
-        if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
+        if run.progress.step and not run.previous_evaluation:  # an earlier start may have ended before its evaluation
             with run.clock.paused():
-                _run_actions(run, evaluations, [action for action in _due(run, all_actions) if action.measures])
+                _evaluate(run, evaluations, [action for action in _due(run, all_actions) if action.measures])
         while not run.progress.finished:
             run.notify("update", batch)
             step = run.progress.step
@@ -114,19 +115,21 @@ def updates(
             run.notify("updated", batch)
             run.check_clock()
             due_actions = _due(run, all_actions)
-            is_measuring = any(action.measures for action in due_actions)
-            stop = run.stop_requested(now=is_measuring)
+            measuring = [action for action in due_actions if action.measures]
+            stop = run.stop_requested(now=bool(measuring))
             line = run.line()
             with run.clock.paused():
                 if due_actions or stop or line:
                     feed.report_bad_samples(run.say)
-                if is_measuring:
-                    run.postpone_evaluation(line)
-                else:
-                    _write_line(run, evaluations, line)
+                if line:
+                    run.write_line(line)
+                    _warn(run, evaluations, line)
                 if stop:
                     raise AskedToStop
-                _run_actions(run, evaluations, due_actions)
+                for action in due_actions:
+                    if not action.measures:
+                        action.do()
+                _evaluate(run, evaluations, measuring)
             if not run.progress.finished:
                 batch = feed.next()
     except AskedToStop:
@@ -137,14 +140,14 @@ def updates(
 def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, extra_actions: Sequence[Action]) -> list[Action]:
     """The actions of a run, in their order. The save comes first, because a validation may take longer than a scheduler
     waits."""
-    args = run.args
+    config = run.config
     validation = Action(
-        "validation", args.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True
+        "validation", config.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True
     )
     return [
-        Action("checkpoint", args.save_every_n_steps, run.save, is_requested=lambda: run.is_save_due),
+        Action("checkpoint", config.save_every_n_steps, run.save, is_requested=lambda: run.is_save_due),
         *([validation, *extra_actions] if len(run.feed.valid_set) else []),
-        Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, samples), measures=True),
+        Action("pictures", config.sample_every_n_steps, partial(_draw, run, evaluations, samples), measures=True),
     ]
 
 
@@ -152,23 +155,22 @@ def _due(run: Run, all_actions: Sequence[Action]) -> list[Action]:
     return [action for action in all_actions if run.progress.due(action.every) or action.is_requested()]
 
 
-def _run_actions(run: Run, evaluations: Sequence[Evaluation], due_actions: Sequence[Action]) -> None:
-    """Do what is due after the newest update, then write the postponed line: a written line means that all is done."""
-    line = dict(run.progress.unfinished_line or {})
-    for action in due_actions:
-        line |= action.do() or {}
-    if run.progress.unfinished_line is not None:
-        run.feed.report_bad_samples(run.say)
-        _write_line(run, evaluations, line)
-        run.progress.unfinished_line = None
+def _evaluate(run: Run, evaluations: Sequence[Evaluation], measuring: Sequence[Action]) -> None:
+    """Do what measures after the newest update, then write a line of its values: it means that all is done."""
+    if not measuring:
+        return
+    start, values = time.monotonic(), dict[str, Any]()
+    for action in measuring:
+        values |= action.do() or {}
+    run.feed.report_bad_samples(run.say)
+    run.write_evaluation(values, time.monotonic() - start)
+    _warn(run, evaluations, values)
 
 
-def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, Any]) -> None:
-    if line:
-        run.write_line({**line, "bad_samples": run.feed.bad_samples.count})
-        for evaluation in evaluations:
-            for warning in evaluation.watch(run.progress.step, line):
-                run.say(warning)
+def _warn(run: Run, evaluations: Sequence[Evaluation], metrics: Mapping[str, Any]) -> None:
+    for evaluation in evaluations:
+        for warning in evaluation.watch(run.progress.step, metrics):
+            run.say(warning)
 
 
 def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:

@@ -5,7 +5,6 @@ The processes start in `tandem.launch`; the loop over the updates is in loop.py.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from tandem.training.logging.progress import (
     run_length,
 )
 from tandem.training.logging.trackers import Trackers
-from tandem.training.metrics.directions import TIMES
+from tandem.training.metrics.directions import EVALUATION_SECONDS
 from tandem.training.run_folder.folder import RunFolder, check_apart
 from tandem.training.run_folder.starts import end_start
 from tandem.training.visuals.images import Sample, to_png
@@ -49,6 +48,7 @@ from tandem.training.visuals.images import Sample, to_png
 from .ema import final_weights
 
 if TYPE_CHECKING:
+    from tandem.config.shared import RunFlags
     from tandem.data.feed import TrainingData
     from tandem.distributed import Backend
 
@@ -63,8 +63,7 @@ class Run:
     interrupt and measure runs by `watched` alone.
 
     Args:
-        args: The arguments of the run (`tandem.config.parser`).
-        settings: Every argument by flag name, for config.yaml.
+        config: The flags of the run.
         models: The trained models by the names of their parts of a checkpoint (`ModelDescriptions`).
         columns: The metrics that the terminal shows (`MetricsTable`).
 
@@ -76,57 +75,61 @@ class Run:
 
     def __init__(
         self,
-        args: argparse.Namespace,
-        settings: Mapping[str, Any],
+        config: RunFlags,
         backend: Backend,
         feed: TrainingData,
         *,
         models: Mapping[str, Any],
         columns: Sequence[str] = (),
     ) -> None:
-        self.args, self._settings, self.backend, self.feed = args, settings, backend, feed
+        self.config, self.backend, self.feed = config, backend, feed
         self.processes = processes = backend.processes
         self._model_descriptions, self._columns = ModelDescriptions(models), columns
-        if args.dry_run:
-            args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
+        if config.dry_run:
+            config.output_dir, config.report_to = folder_beside(config.output_dir, processes), ()
         with processes.raise_on_all_ranks():  # of its own, because links may differ between machines
-            check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _SAMPLE_FOLDER_FLAGS})
+            check_apart(config.output_dir, {flag: getattr(config, flag, None) for flag in _SAMPLE_FOLDER_FLAGS})
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
-        self.folder = RunFolder(args.output_dir, processes, fresh=args.fresh and not processes.is_restart)
+        self.folder = RunFolder(config.output_dir, processes, fresh=config.fresh and not processes.is_restart)
         with processes.raise_on_all_ranks():
             if processes.is_root:
-                self.folder.check_script(args.script)
-            wandb_names = {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")}
+                self.folder.check_script(config.invocation.script)
+            wandb_names = {name: getattr(config, f"wandb_{name}") for name in ("project", "name", "entity", "tags")}
             self.tracker = Trackers(
-                self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
+                self.folder.path,
+                config.report_to,
+                config.invocation.settings,
+                wandb_names,
+                self.folder.check_is_here,
+                is_root=self.is_root,
             )
         size = feed.samples_per_epoch
         backend.total_updates, self._length_flag, self.length = run_length(
-            args.epochs, args.max_steps, size, args.batch_size, args.max_minutes
+            config.epochs, config.max_steps, size, config.batch_size, config.max_minutes
         )
-        self.progress = Progress(args.batch_size, size, backend.total_updates)
+        self.progress = Progress(config.batch_size, size, backend.total_updates)
         self.checkpoints = Checkpoints(
-            self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
+            self.folder.checkpoints_dir, config.keep_n_checkpoints, processes,
             sync_first=self.folder.metrics_file, check=self.folder.check_is_here,
         )  # fmt: skip
         self._averages = EMAFiles(self.folder.path / "snapshots")
         self._models: list[str] = []  # paths of the models that were written
         self._write_failure: str | None = None  # why a model could not be written, on the root
-        limits = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
+        limits = (config.save_before_minutes, config.save_every_minutes, config.max_minutes)
         self.clock, self._is_late = Clock(processes, *limits), False
         self._has_reported_validations = False
         #: Whether a checkpoint is due by --save_every_minutes; `check_clock` sets it.
         self.is_save_due, self._next_clock_step = False, 0
         #: Values of the evaluation after the checkpoint's update, if an earlier start has made it.
         self.previous_evaluation: dict[str, Any] = {}
-        steps = args.profile_steps if self.is_root and not args.dry_run else None
+        steps = config.profile_steps if self.is_root and not config.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
-        histogram_interval = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
+        histogram_interval = None if len(feed.valid_set) else config.validate_every_n_steps  # of the codes
         self.operations = Operations(
-            is_compiled=args.compile, is_unknown=args.compile and getattr(args, "gradient_checkpointing", False)
+            is_compiled=config.compile, is_unknown=config.compile and getattr(config, "gradient_checkpointing", False)
         )
         self._metrics = Metrics(
-            args.log_every_n_steps, self.progress, processes, backend.grad_accum_steps, self.clock, self.operations,
+            config.log_every_n_steps, self.progress, processes, backend.grad_accum_steps, self.clock, self.operations,
             histogram_interval,
         )  # fmt: skip
         #: Operations per second that the devices of all processes could make; None: that is not known.
@@ -191,7 +194,11 @@ class Run:
         latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, messages.append)
         with processes.raise_on_all_ranks():
             if latest and processes.is_root:
-                self.folder.check_config(self._settings, self.args.fixed_on_resume, self.args.explicit)
+                self.folder.check_config(
+                    self.config.invocation.settings,
+                    self.config.invocation.fixed_on_resume,
+                    self.config.invocation.explicit,
+                )
         if latest:
             self.checkpoints.restore(latest, states, self._parts)
             with processes.raise_on_all_ranks():
@@ -199,33 +206,31 @@ class Run:
                     raise damage_error(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
             # The run ends here if it was about to end; otherwise after one more update, which has a line and a save.
-            is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
+            is_end = self.progress.was_finished or self.folder.finished_step == self.progress.step
             self._end_at(self.progress.step + (0 if is_end else 1))
-        if self.progress.unfinished_line is not None:
-            with processes.raise_on_all_ranks():
-                self.previous_evaluation = self._evaluated_line()
-            self.previous_evaluation = processes.broadcast_object(self.previous_evaluation)
-            if self.previous_evaluation:
-                self.progress.unfinished_line = None
+        with processes.raise_on_all_ranks():
+            self.previous_evaluation = self._read_evaluation()
+        self.previous_evaluation = processes.broadcast_object(self.previous_evaluation)
         self._resumed_step = self.progress.step
         with processes.raise_on_all_ranks():
             if processes.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
-                start = {"script": self.args.script, "step": self.progress.step, **self.backend.describe()}
+                start = {"script": self.config.invocation.script, "step": self.progress.step, **self.backend.describe()}
                 start["data_fingerprint"] = self.feed.first.fingerprint
-                changed_flags = self.folder.begin(self._settings, start)
+                changed_flags = self.folder.begin(self.config.invocation.settings, start)
                 self.checkpoints.undeleted += self._averages.cut_back(self.progress.step)
-            is_line_written = self.progress.unfinished_line is None
-            self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
+            self.tracker.cut_back(self.progress.step, keep_evaluation=bool(self.previous_evaluation))
         self.display = ProgressDisplay(
             self.progress, processes.is_root, columns=self._columns,
             max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
         )  # fmt: skip
         self.display.remember(self.tracker.last_validation)
+        if self.progress.unlogged_line and not self.previous_evaluation:
+            self._log(self.progress.unlogged_line)
         for line in messages:
             self.say(line)
-        self.say(self.args.config_note)
+        self.say(self.config.invocation.config_note)
         self.say(self.backend.summary())
-        self.say(batch_arithmetic(self.args, processes.world_size))
+        self.say(batch_arithmetic(self.config, processes.world_size))
         self.say(", ".join(filter(None, map(describe_part, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
@@ -242,10 +247,10 @@ class Run:
             )
         self.clock.begin(self.progress.seconds, self.progress.samples)
 
-    def _evaluated_line(self) -> dict[str, Any]:
-        """On the root, the logged line of the checkpoint's update, if its evaluation, which the checkpoint lacks, was
-        made by an earlier start and met no bad samples that the checkpoint lacks; else {}."""
-        line = self.tracker.line(self.progress.step) or {}
+    def _read_evaluation(self) -> dict[str, Any]:
+        """On the root, the logged evaluation after the checkpoint's update, if an earlier start has made it and met no
+        bad samples that the checkpoint lacks; else {}."""
+        line = self.tracker.evaluation(self.progress.step)
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
         has_same_bad_samples = line.get("bad_samples") == self.feed.bad_samples.count
         return line if is_finished or has_same_bad_samples else {}
@@ -263,7 +268,7 @@ class Run:
     def line(self) -> dict[str, Any]:
         """The values that `add` and `log` recorded for the newest update, the number of skipped updates and the waits;
         empty if no line is due. Collective."""
-        if not self.progress.due(self.args.log_every_n_steps):
+        if not self.progress.due(self.config.log_every_n_steps):
             return {}
         return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
 
@@ -285,17 +290,24 @@ class Run:
         return self.processes.stop_requested(self._is_late, now)
 
     def write_line(self, metrics: Mapping[str, Any]) -> None:
-        """Write a line of metrics to metrics.jsonl, the other trackers and the display."""
+        """Write the metrics of the newest update to metrics.jsonl, the other trackers and the display."""
+        times = self.clock.times(self.progress.samples)
+        speed: dict[str, float] = {}
+        if "gflop_per_sample" in metrics:
+            flops = 1e9 * metrics["gflop_per_sample"] * times["samples_per_second"]
+            speed["tflops_per_second"] = float(f"{flops / 1e12:.5g}")
+            speed |= {"mfu": float(f"{flops / self.peak:.5g}")} if self.peak else {}
+        self._log({**metrics, "bad_samples": self.feed.bad_samples.count, **speed, **times})
+
+    def write_evaluation(self, values: Mapping[str, Any], seconds: float) -> None:
+        """Write the values of validations and pictures after the newest update, which took `seconds`, as a line of its
+        own."""
+        faults = {"bad_samples": self.feed.bad_samples.count}
+        self._log({**values, **faults, EVALUATION_SECONDS: round(seconds, 3), **self.clock.now()})
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
         progress = self.progress
-        # A postponed line, perhaps of an earlier start, contains its times.
-        times = {name: metrics[name] for name in TIMES if name in metrics} or self.clock.times(progress.samples)
-        values = {name: value for name, value in metrics.items() if name not in TIMES}
-        if "gflop_per_sample" in values:
-            flops = 1e9 * values["gflop_per_sample"] * times["samples_per_second"]
-            values["tflops_per_second"] = float(f"{flops / 1e12:.5g}")
-            values |= {"mfu": float(f"{flops / self.peak:.5g}")} if self.peak else {}
-        position = {"step": progress.step, "samples": progress.samples, "epoch": round(progress.epoch, 6)}
-        line = {**position, **values, **times}
+        line = {"step": progress.step, "samples": progress.samples, "epoch": round(progress.epoch, 6), **metrics}
         self.tracker.log(progress.step, line)
         self.display.log(line)
         self._report_saves(at_end=progress.finished)
@@ -324,8 +336,9 @@ class Run:
             clock_state = self.clock.check_limits(step - self._resumed_step)
             self.is_save_due, is_over, updates = self.processes.broadcast_object(clock_state)
             self._next_clock_step = step + updates
-            if is_over and self._end_at(step + 1):
-                self.say(f"the {counted(self.args.max_minutes, 'minute')} of --max_minutes are over: one more update")
+            minutes = self.config.max_minutes
+            if minutes is not None and is_over and self._end_at(step + 1):
+                self.say(f"the {counted(minutes, 'minute')} of --max_minutes are over: one more update")
 
     def _end_at(self, step: int) -> bool:
         """Let the run end after `step` updates, if it does not end before; return whether that is earlier than so
@@ -345,7 +358,7 @@ class Run:
             self._report_saves(at_end=self.progress.finished)
             self.progress.seconds = round(self.clock.seconds, 3)
             # A save that is made only because the run stops writes no averages, so that these do not depend on stops.
-            write_averages = self._averages.write if self.progress.due(self.args.save_every_n_steps) else None
+            write_averages = self._averages.write if self.progress.due(self.config.save_every_n_steps) else None
             self.checkpoints.save(step, self._live_states(), self.backend.describe(), write_averages)
 
     def _live_states(self) -> dict[str, Any]:
@@ -362,13 +375,8 @@ class Run:
             self._has_reported_validations = True
             self.say(
                 f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
-                f"--validate_every_n_steps {self.args.validate_every_n_steps}): lower the first or raise the second"
+                f"--validate_every_n_steps {self.config.validate_every_n_steps}): lower the first or raise the second"
             )
-
-    def postpone_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Let a checkpoint of this update record that its evaluation is still to be made, after which `line` is logged
-        with the present times."""
-        self.progress.unfinished_line = {**line, **self.clock.times(self.progress.samples)} if line else {}
 
     def save_and_stop(self) -> NoReturn:
         """Save a checkpoint of this update, because the run was asked to stop. A dry run saves nothing.
@@ -380,18 +388,18 @@ class Run:
                 further start would end there, too.
         """
         step = self.progress.step
-        if self.args.dry_run:
+        if self.config.dry_run:
             raise AskedToStop
         with self.processes.raise_on_all_ranks():
             if self._is_late and step == self._resumed_step:
                 raise ValueError(
                     f"the evaluation of update {step} alone takes longer than --save_before_minutes "
-                    f"{self.args.save_before_minutes:g} allows: raise that, or lower --valid_samples"
+                    f"{self.config.save_before_minutes:g} allows: raise that, or lower --valid_samples"
                 )
         self.save()
         if not self.checkpoints.save_failure():
-            command_hint = "without --fresh" if self.args.fresh else "again"
-            limit = f"--save_before_minutes {self.args.save_before_minutes:g}" if self._is_late else ""
+            command_hint = "without --fresh" if self.config.fresh else "again"
+            limit = f"--save_before_minutes {self.config.save_before_minutes:g}" if self._is_late else ""
             self.say(f"{limit or 'asked to stop'}: saved update {step}; run the same command {command_hint} to go on")
             self._record_end(f"asked to stop{limit and ' by '}{limit}")
         self.close()

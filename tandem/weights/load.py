@@ -3,7 +3,6 @@ Hub."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,7 +130,7 @@ def load_named_model(path: str | Path, *class_names: str) -> Any:
 
 
 def init_model(
-    cls: Any, args: argparse.Namespace, copy_weights: Callable[[Any, Any, str], None] | None = None, config: Any = None
+    cls: Any, args: Any, copy_weights: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
     """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
     with those of --init_from, copied by ``load_model`` (default: ``cls.load_weights_from``). ``config``: the
@@ -220,7 +219,7 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
     return build(*read_model(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
 
 
-def init_discriminator(model_class: Any, args: argparse.Namespace) -> Any:
+def init_discriminator(model_class: Any, args: Any) -> Any:
     """The discriminator of this class that the arguments of a run describe, with seeded weights, the same on every
     process, or with those in a public file of --init_from that holds one."""
     import torch

@@ -60,7 +60,7 @@ class Interruption:
 def kill(run: Run, pids: Sequence[int], name: str = "SIGKILL") -> None:
     """Send a signal to processes of a run, the last one first, when the checkpoint before this update is there: updates
     are shorter than a save."""
-    every = run.args.save_every_n_steps
+    every = run.config.save_every_n_steps
     saved = run.folder.checkpoints_dir / f"step_{(run.progress.step - 1) // every * every:08d}"
     while not saved.exists():
         time.sleep(0.01)

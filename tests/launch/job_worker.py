@@ -37,7 +37,7 @@ def of_task(task: dict[str, Any]) -> tuple[Any, Callable[[distributed.Backend], 
         train = importlib.import_module(module).train
         if args.init_from:
             adopt_architecture(parser, args)
-        return args, lambda backend: train(args, parser.settings(args), backend)
+        return args, lambda backend: train(parser.to_config(args, parser.settings(args)), backend)
     call = getattr(importlib.import_module(module), function)
     return args, lambda backend: call(args, backend, **task.get("more", {}))
 

@@ -59,7 +59,11 @@ def main() -> None:
             if event == "update":
                 first = run.progress.step < FIRST
                 device.phase = (
-                    "first" if first else "line" if run.progress.due(run.args.log_every_n_steps, ahead=1) else "update"
+                    "first"
+                    if first
+                    else "line"
+                    if run.progress.due(run.config.log_every_n_steps, ahead=1)
+                    else "update"
                 )
                 updates[device.phase] = updates.get(device.phase, 0) + 1
             elif event == "updated":

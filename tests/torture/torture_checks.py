@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.training.metrics.directions import EVALUATION_SECONDS
+
 # Metrics that two runs need not share.
 WALL_CLOCK = {
     "samples_per_second", "seconds", "time", "data_seconds", "communication_seconds", "save_seconds",
-    "peak_host_memory_gb", "gflop_per_sample", "tflops_per_second",
+    EVALUATION_SECONDS, "peak_host_memory_gb", "gflop_per_sample", "tflops_per_second",
 }  # fmt: skip
 
 
@@ -91,11 +93,13 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    metrics = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    all_metrics = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    metrics = [line for line in all_metrics if EVALUATION_SECONDS not in line]
     steps = [line["step"] for line in metrics]
-    if steps != list(range(1, len(steps) + 1)):
+    evaluations = {line["step"]: line for line in all_metrics if EVALUATION_SECONDS in line}
+    if steps != list(range(1, len(steps) + 1)) or len(evaluations) + len(steps) != len(all_metrics):
         raise Lost(f"{path} holds the updates {steps}: one is there twice or missing")
-    return metrics
+    return [line | evaluations.get(line["step"], {}) for line in metrics]
 
 
 def trained_steps(log: str) -> list[int]:
@@ -104,13 +108,9 @@ def trained_steps(log: str) -> list[int]:
 
 
 def next_line(run: Path) -> int:
-    """The update whose line the next start must log first: the one after the newest checkpoint, or the checkpoint's own
-    update if the run ended between its save and the line, which follows the evaluation of that update."""
-    if not (steps := checkpoint_steps(run)):
-        return 1
-    progress = json.loads((checkpoint_path(run, steps[-1]) / "state.json").read_text())["parts"]["progress"]
-    is_left = "unfinished_line" in progress and len(read_metrics(run)) < steps[-1]
-    return steps[-1] if is_left else steps[-1] + 1
+    """The update whose line the next start must log first: the one after the newest checkpoint."""
+    steps = checkpoint_steps(run)
+    return steps[-1] + 1 if steps else 1
 
 
 def check_continuation(log: str, newest: int | None, first: int, run: Path) -> None:

@@ -242,9 +242,7 @@ class DecoderConfig(RecomputingConfig):
             setattr(self, name, [levels[:1] if len(set(levels)) == 1 < len(levels) else levels for levels in lists])
 
     @classmethod
-    def from_data(
-        cls, args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None
-    ) -> DecoderConfig:
+    def from_data(cls, args: Any, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None) -> DecoderConfig:
         """The configuration in a run's arguments, for data of these widths.
 
         Args:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.training.metrics.directions import TIMES
 from tandem.training.run_folder.starts import now
 
 if TYPE_CHECKING:
@@ -92,7 +91,11 @@ class Clock:
         until = time.monotonic() if self._paused_since is None else self._paused_since
         rate = (samples - self._lap_samples) / max(until - self._lap, 1e-9)
         self._lap, self._lap_samples = until, samples
-        return dict(zip(TIMES, (round(rate, 3), round(self.seconds, 3), now()), strict=True))
+        return {"samples_per_second": round(rate, 3), **self.now()}
+
+    def now(self) -> dict[str, Any]:
+        """Seconds of all starts, and the time of day."""
+        return {"seconds": round(self.seconds, 3), "time": now()}
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -53,8 +53,10 @@ class Progress:
         self.samples = 0
         #: Wall-clock seconds of all starts of the run; `Run.save` sets it.
         self.seconds = 0.0
-        #: Metrics of the newest update that are not logged yet, because its evaluation is still to be made.
-        self.unfinished_line: dict[str, Any] | None = None
+        #: Whether the checkpoint from which the run resumes was made at the end of the run.
+        self.was_finished = False
+        #: Metrics of the checkpoint's update that an earlier version would have logged after its evaluation.
+        self.unlogged_line: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
@@ -83,10 +85,8 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values."""
-        state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch", "seconds")}
-        if self.unfinished_line is not None:
-            state["unfinished_line"] = list(self.unfinished_line.items())  # names of metrics may hold "/"
-        return state
+        names = ("samples", "batch_size", "samples_per_epoch", "seconds", "finished")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.
@@ -115,8 +115,8 @@ class Progress:
         self.samples = samples
         seconds = state.get("seconds")
         self.seconds = float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else 0.0
-        line = state.get("unfinished_line")
-        self.unfinished_line = None if line is None else dict(line)
+        self.unlogged_line = dict(state.get("unfinished_line") or {})
+        self.was_finished = bool(state.get("finished")) or state.get("unfinished_line") is not None
 
 
 class ProgressDisplay:

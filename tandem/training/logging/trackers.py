@@ -15,6 +15,7 @@ from PIL import Image
 from tandem.io.installed import missing_package
 from tandem.io.reading import error_text, parse_json, read_bytes, read_lines
 from tandem.io.writing import create, open_appending, replacing, say, write_atomically
+from tandem.training.metrics.directions import EVALUATION_SECONDS
 
 # wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 1800.0
@@ -55,7 +56,7 @@ class Trackers:
         self.failure: str | None = None
         #: The newest line with a validation before the resumed step; set by `cut_back`.
         self.last_validation: Mapping[str, Any] = _EMPTY
-        self._last_step: float = -1
+        self._last: tuple[float, bool] = (-1, False)
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._pending_lines: list[bytes] = []
         self._trackers: dict[str, Any] = {}
@@ -65,38 +66,39 @@ class Trackers:
             except Exception as error:
                 self._switch_off(name, error)
 
-    def cut_back(self, step: int) -> None:
-        """Delete the lines after `step`, from which the run goes on (0: a new run), and an incomplete last line. Called
-        before the first `log`."""
+    def cut_back(self, step: int, *, keep_evaluation: bool = True) -> None:
+        """Delete the lines after `step`, from which the run goes on (0: a new run), that of its evaluation unless
+        `keep_evaluation`, and an incomplete last line. Called before the first `log`."""
         if not self._is_root:
             return
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
-        self._size, self._last_step, is_changed, newest = 0, -1, False, b"{}"
+        limit = (step, keep_evaluation)
+        self._size, self._last, is_changed, newest = 0, (-1, False), False, b"{}"
         for line in _read_file_lines(self.path):
-            if (line_step := _read_step(line)) <= step:
-                self._size, self._last_step = self._size + len(line), max(self._last_step, line_step)
+            if (position := _read_position(line)) <= limit:
+                self._size, self._last = self._size + len(line), max(self._last, position)
                 newest = line if b'"valid/' in line else newest
             else:
                 is_changed = True
         self.last_validation = parse_json(newest)
         if is_changed:
             with replacing(self.path) as temporary, create(temporary) as file:
-                file.writelines(line for line in _read_file_lines(self.path) if _read_step(line) <= step)
+                file.writelines(line for line in _read_file_lines(self.path) if _read_position(line) <= limit)
         self._call_trackers("cut_back", step)
 
-    def line(self, step: int) -> dict[str, Any] | None:
-        """The written line of a step; None if there is none."""
-        if not self._is_root:
-            return None
-        return next((parse_json(line) for line in _read_file_lines(self.path) if _read_step(line) == step), None)
+    def evaluation(self, step: int) -> dict[str, Any]:
+        """The written line of the evaluation after a step; {} if there is none."""
+        lines = _read_file_lines(self.path) if self._is_root else ()
+        return next((parse_json(line) for line in lines if _read_position(line) == (step, True)), {})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write a line of numbers by name, at most one per step."""
+        """Write a line of numbers by name: of each step at most one of the update, then one of its evaluation."""
         if not self._is_root:
             return
-        assert step > self._last_step, f"step {step} was logged after {self._last_step}: one line per step"
-        self._last_step = step
+        position = (step, _is_evaluation(metrics))
+        assert position > self._last, f"{position} was logged after {self._last}: (step, whether of its evaluation)"
+        self._last = position
         values = {name: _to_json(value) for name, value in {"step": step, **metrics}.items()}
         self._pending_lines.append(json.dumps(values, allow_nan=False).encode() + b"\n")
         self.write_lines()
@@ -171,13 +173,20 @@ def _to_json(value: Any) -> Any:
     return float(f"{value:.12g}") if math.isfinite(value) else None
 
 
-def _read_step(line: bytes) -> float:
-    """The step of a line; infinity if the line is incomplete or damaged."""
+def _read_position(line: bytes) -> tuple[float, bool]:
+    """The step of a line, and whether it is of the step's evaluation; an infinite step if it is incomplete or
+    damaged."""
     try:
-        step = parse_json(line)["step"] if line.endswith(b"\n") else math.inf
+        metrics = parse_json(line)
+        step = metrics["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, LookupError, TypeError):
-        return math.inf
-    return step if type(step) is int else math.inf
+        return math.inf, False
+    return (step, _is_evaluation(metrics)) if type(step) is int else (math.inf, False)
+
+
+def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
+    """Whether a line is of an evaluation. Earlier versions wrote validations into the line of their update."""
+    return EVALUATION_SECONDS in metrics or any(name.startswith("valid/") for name in metrics)
 
 
 class TensorBoardTracker:

@@ -52,7 +52,7 @@ class DiffusionDraws:
         *,
         image_drop: float | None = None,
         text_drop: float | None = None,
-        logit_normal: tuple[float, float] | None = None,
+        logit_normal: Sequence[float] | None = None,
         stratified: bool = True,
         lowres: LowresDraws | None = None,
         device: torch.device | str = "cpu",

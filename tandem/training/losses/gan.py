@@ -3,7 +3,6 @@ micro-batches. `adversarial` has their formulas."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +24,7 @@ from .adversarial import (
 )
 
 if TYPE_CHECKING:
+    from tandem.config.autoencoder_training import GANFlags
     from tandem.distributed import ProcessGroup
     from tandem.distributed.engines.base import Update
     from tandem.models.quantizers.base import Quantizer
@@ -84,7 +84,7 @@ class GANLoss:
     above 1; the last ones may be left out of an update. Both models may be of videos.
 
     Args:
-        args: The flags of `GANFlags`.
+        config: Their weights and kinds.
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
@@ -95,25 +95,30 @@ class GANLoss:
     """
 
     def __init__(
-        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: ProcessGroup, *,
+        self, config: GANFlags, generator: Any, discriminator: Any, processes: ProcessGroup, *,
         images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
         log: Callable[..., None], loss_inputs: FurtherInputs = lambda micro, step: {},
         generator_inputs: FurtherInputs = lambda micro, step: {},
     ) -> None:  # fmt: skip
-        self._args, self._generator, self._discriminator, self._processes = args, generator, discriminator, processes
+        self._config, self._generator, self._discriminator, self._processes = (
+            config,
+            generator,
+            discriminator,
+            processes,
+        )
         self._quantizer: Quantizer = generator.module.quantizer
         self._images, self._reconstruction_loss, self._log = images, reconstruction_loss, log
         self._loss_inputs, self._generator_inputs = loss_inputs, generator_inputs
-        self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
-        self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
+        self._loss, self._heads = ADVERSARIAL_LOSSES[config.gan_loss], discriminator.module.num_heads
+        self.lecam = LeCam(config.lecam_decay, self._heads).to(processes.device)
 
     def is_adversarial(self, step: int) -> bool:
         """Whether update number `step` has an adversarial loss, and an update of the discriminator."""
-        return step >= self._args.discr_start_step
+        return step >= self._config.discr_start_step
 
     def has_penalty(self, step: int) -> bool:
         """Whether the discriminator's loss in update number `step` has a gradient penalty."""
-        return bool(self._args.penalty_weight) and step % self._args.apply_grad_penalty_every == 0
+        return bool(self._config.penalty_weight) and step % self._config.apply_grad_penalty_every == 0
 
     def active_terms(self, step: int, batch: Mapping[str, Any] | None = None) -> tuple[bool, bool]:
         """Which terms update number `step` has, the adversarial loss and the gradient penalty: `kind` of `updates`."""
@@ -130,7 +135,7 @@ class GANLoss:
                 for micro_batch in self._divide(batch, step, self._generator):
                     self._generator(micro_batch.images, accumulate_stats=True)
             self._quantizer.reduce_stats()
-        if not (self.is_adversarial(step) and self._args.gan_weight == ADAPTIVE):
+        if not (self.is_adversarial(step) and self._config.gan_weight == ADAPTIVE):
             yield from self._divide(batch, step, self._generator)
             return
         batch_losses = []
@@ -179,24 +184,24 @@ class GANLoss:
             logit_means[:, : len(head_logits)] += means / self._discriminator.grad_accum_steps
             discr_real, discr_fake = means.mean(1)
             self._log(discr_loss=discr_loss, discr_real=discr_real, discr_fake=discr_fake)
-            if self._args.lecam_weight:
+            if self._config.lecam_weight:
                 lecam = self.lecam(real_logits, fake_logits)
-                loss = loss + self._args.lecam_weight * lecam
+                loss = loss + self._config.lecam_weight * lecam
                 self._log(lecam_loss=lecam)
             if self.has_penalty(step):
                 penalty = self._penalty(images, fake, inputs)
-                loss = loss + self._args.penalty_weight * penalty
+                loss = loss + self._config.penalty_weight * penalty
                 self._log(gradient_penalty=penalty)
             self._discriminator.backward(loss)
         update = self._discriminator.step(with_norm=with_norm)
-        if self._args.lecam_weight:
+        if self._config.lecam_weight:
             real_means, fake_means = self._processes.mean(logit_means)
             self.lecam.update(real_means, fake_means, update.skipped)
         return update
 
     def _penalty(self, images: Tensor, fake: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         with self._discriminator.twice_differentiable():
-            if self._args.penalty == ZERO_CENTRED:
+            if self._config.penalty == ZERO_CENTRED:
                 return zero_centred_penalty(partial(self._discriminator, **_double(inputs)), images, fake)
             return gradient_penalty(partial(self._discriminator, **inputs), images)
 
@@ -214,7 +219,7 @@ class GANLoss:
                 gradients.append(image_gradient(adversarial, fake))
         self._log(**loss_parts)
         last_layer_gradients = None
-        if micro_batch.is_adversarial and self._args.gan_weight == ADAPTIVE:
+        if micro_batch.is_adversarial and self._config.gan_weight == ADAPTIVE:
             with torch.no_grad():
                 to_last_layer = partial(self._generator.module.last_layer_gradient, out.features)
                 last_layer_gradients = torch.stack([to_last_layer(gradient) for gradient in gradients])
@@ -222,13 +227,13 @@ class GANLoss:
 
     def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
         """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
-        if isinstance(self._args.gan_weight, float):
-            weight = self._args.gan_weight * self._args.gan_weight_scale
-            return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
+        if isinstance(self._config.gan_weight, float):
+            fixed_weight = self._config.gan_weight * self._config.gan_weight_scale
+            return torch.full((), fixed_weight, device=self._processes.device)  # filled there: the host does not wait
         gradients = torch.stack([loss.last_layer_gradients for loss in losses if loss.last_layer_gradients is not None])
         mean_gradients = self._processes.mean(gradients.to(sum_dtype(gradients.device)).mean(0)).float()
-        weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._args.gan_weight_max)
-        return weight * self._args.gan_weight_scale
+        weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._config.gan_weight_max)
+        return weight * self._config.gan_weight_scale
 
     def _divide(self, batch: Mapping[str, Any], step: int, engine: Any) -> Iterator[MicroBatch]:
         """The micro-batches of update `step` of an engine, the generator or the discriminator."""

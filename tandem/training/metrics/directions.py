@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 TIMES = ("samples_per_second", "seconds", "time")
+EVALUATION_SECONDS = "evaluation_seconds"
+"""Seconds of validations and pictures after an update; only their line of metrics has it."""
 COSTS = (
     *TIMES, "gflop_per_sample", "tflops_per_second", "mfu", "data_seconds", "communication_seconds", "save_seconds",
-    "peak_host_memory_gb", "peak_device_memory_gb", "peak_device_memory_reserved_gb",
+    EVALUATION_SECONDS, "peak_host_memory_gb", "peak_device_memory_gb", "peak_device_memory_reserved_gb",
 )  # fmt: skip
 """The metrics that differ between two runs whose losses are the same."""
 
