@@ -143,8 +143,6 @@ class UnetTraining:
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    processes = backend.processes
-
     processes, device = backend.processes, backend.processes.device
 
     condition_flags = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}

@@ -162,8 +162,6 @@ def picture(embedder: training.Embedder, samples: data.Batch, count: int) -> Ima
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    processes = backend.processes
-
     processes, device = backend.processes, backend.processes.device
 
     with processes.raise_on_all_ranks():

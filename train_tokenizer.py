@@ -106,8 +106,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     from tandem.devices import to_device
 
-    processes = backend.processes
-
     processes, device = backend.processes, backend.processes.device
 
     peak, discr_betas = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas

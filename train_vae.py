@@ -95,8 +95,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     from tandem.weights.formats.dalle import save_dalle
 
-    processes = backend.processes
-
     processes, device = backend.processes, backend.processes.device
 
     with processes.raise_on_all_ranks():  # if this fails on one process, all end

@@ -95,8 +95,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     import torch
     from torch.nn import functional as F
 
-    processes = backend.processes
-
     processes, device = backend.processes, backend.processes.device
 
     with processes.raise_on_all_ranks():
