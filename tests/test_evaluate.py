@@ -33,7 +33,7 @@ from tandem.data.decoding.images import decode_image
 from tandem.data.sampling.order import split_samples
 from tandem.data.sets import open_videos
 from tandem.data.sources.record import FileRef
-from tandem.distributed import Backend
+from tandem.distributed import ProcessGroup
 from tandem.models.features.lpips import PerceptualLoss
 from tandem.training.metrics.fid import FrechetStatistics, frechet_distance
 from tandem.training.metrics.reconstruction import psnr
@@ -526,7 +526,7 @@ def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_
 ) -> None:
     flags = ["--model", at / "a", *PHOTOS(at)]
     with monkeypatch.context() as patch:
-        patch.setattr(Backend, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
+        patch.setattr(ProcessGroup, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
         assert "do not see the same files" in refused(capsys, *flags)
     monkeypatch.setattr(evaluate, "reconstruct", lambda model, x, backend: (x / 0, model.encode(x)))
     assert "not finite" in refused(capsys, *flags)

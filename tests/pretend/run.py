@@ -58,13 +58,7 @@ def main() -> None:
         def watch(run: Any, event: str, _: Any) -> None:
             if event == "update":
                 first = run.progress.step < FIRST
-                device.phase = (
-                    "first"
-                    if first
-                    else "line"
-                    if run.progress.due(run.config.log_every_n_steps, ahead=1)
-                    else "update"
-                )
+                device.phase = "first" if first else "line" if run.is_line_due else "update"
                 updates[device.phase] = updates.get(device.phase, 0) + 1
             elif event == "updated":
                 device.phase = "end" if run.progress.finished else "between"
