@@ -528,7 +528,7 @@ def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_
     with monkeypatch.context() as patch:
         patch.setattr(ProcessGroup, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
         assert "do not see the same files" in refused(capsys, *flags)
-    monkeypatch.setattr(evaluate, "reconstruct", lambda model, x, backend: (x / 0, model.encode(x)))
+    monkeypatch.setattr(evaluate, "reconstruct", lambda model, x, *_: (x / 0, model.encode(x)))
     assert "not finite" in refused(capsys, *flags)
 
 
