@@ -215,9 +215,9 @@ def said_with(config: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_config_is_one_that_its_script_takes_and_builds_its_models_of(config: Path, tmp_path: Path) -> None:
     name = f"train_{config.parent.name}"
-    script, args = importlib.import_module(name), SCRIPTS[name].parsed(*said_with(config, tmp_path))
+    script, args = importlib.import_module(name), SCRIPTS[name].config(*said_with(config, tmp_path))
     if config == ROOT / "configs/vae/base.yaml":  # the documents say: defaults
-        defaults, said = vars(script.build_parser().parse([])), args.explicit - {"config", "valid_fraction"}
+        defaults, said = vars(script.build_parser().parse([])), args.invocation.explicit - {"config", "valid_fraction"}
         assert {name: vars(args)[name] for name in said} == {name: defaults[name] for name in said}
     more: dict[str, Any] = {  # that a model is built with
         "train_mulan": lambda: [open_tokenizer("clip", args.max_text_tokens)],

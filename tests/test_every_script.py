@@ -249,9 +249,9 @@ def test_a_validation_of_few_samples_ends_with_the_values_of_the_whole_split(scr
 def test_lines_validations_pictures_and_checkpoints_are_where_they_are_asked_for(
     script: Script, finished: Path
 ) -> None:
-    lines = metrics(finished)
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    for line in lines:
+    all_metrics = metrics(finished)
+    assert [line["step"] for line in all_metrics] == list(range(1, 9))
+    for line in all_metrics:
         assert line["samples"] == 8 * line["step"]
         assert line["epoch"] == pytest.approx(line["samples"] / script.samples_per_epoch, abs=1e-6)
         assert line.keys() >= {"loss", "lr", "grad_norm", "samples_per_second", "seconds"}
@@ -262,6 +262,9 @@ def test_lines_validations_pictures_and_checkpoints_are_where_they_are_asked_for
         assert bool(online) == (line["step"] % 2 == 0)
         assert measured - online == {key.replace("valid/", "valid/ema/") for key in online}
         assert not online or any(line[key] != line[key.replace("valid/", "valid/ema/")] for key in online)
+    evaluations = [line for line in lines(finished / "metrics.jsonl") if "evaluation_seconds" in line]
+    assert [line["step"] for line in evaluations] == [2, 4, 6, 8]
+    assert all(line.keys().isdisjoint({"loss", "lr"}) for line in evaluations)
     assert pictures(finished) == ["step_00000004.png", "step_00000008.png"]
     assert names(finished / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 4, 6, 8))]
 

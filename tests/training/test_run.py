@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -264,6 +265,24 @@ def test_a_run_that_is_killed_in_a_validation_goes_on_to_the_same_bits(
     """In that of the averaged weights: the checkpoint before it knows that both are still to be made."""
     VAE.train_killed_in_validation(step, tmp_path, *VAE.eight)
     assert f"step_{step + 1:08d}" in names(tmp_path / "checkpoints")
+    VAE.train(tmp_path, *VAE.eight)
+    assert_same_run(tmp_path, run_of_eight(VAE))
+
+
+def test_a_checkpoint_of_an_earlier_version_that_holds_the_line_of_its_update_is_resumed(
+    run_of_eight: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It wrote the line of an update after its evaluation, and the checkpoint before that kept the line."""
+    VAE.train_killed_in_validation(3, tmp_path, *VAE.eight)
+    *before, line = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(before))
+    kept = [item for item in json.loads(line).items() if item[0] not in ("step", "samples", "epoch")]
+
+    def as_before(parts: Any) -> None:
+        del parts["progress"]["finished"]
+        parts["progress"]["unfinished_line"] = kept
+
+    edit_checkpoint(tmp_path / "checkpoints" / "step_00000004", as_before)
     VAE.train(tmp_path, *VAE.eight)
     assert_same_run(tmp_path, run_of_eight(VAE))
 
