@@ -45,11 +45,11 @@ def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) ->
 def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_itself(finished: Path) -> None:
     args = VAE.arguments_of(finished)
     shared = {"step", "samples", "epoch", "loss", "lr", "grad_norm", "bad_samples"}
-    shared |= {name for name in COSTS if not name.startswith(("peak_device", "mfu"))}  # of GPUs
+    shared |= {name for name in COSTS if not name.startswith(("peak_device", "mfu", "evaluation"))}  # of GPUs
     own = {"recon_loss", "kl", "temperature", "skipped_updates", "codes_used", "codes_used_fraction", "perplexity"}
     measured = {"loss", "psnr", "ssim", "codes_used", "codes_used_fraction", "perplexity"}
     measured |= {"variance_kept", "explained_variance"}
-    validation = {f"{which}/{key}" for which in ("valid", "valid/ema") for key in measured}
+    validation = {f"{which}/{key}" for which in ("valid", "valid/ema") for key in measured} | {"evaluation_seconds"}
     for line in metrics(finished):
         assert line.keys() == shared | own | (validation if line["step"] % 2 == 0 else set())
         rate, temperature = schedule_of(line["step"] - 1, args)

@@ -181,6 +181,10 @@ class Invocation:
     resumed: Mapping[str, Any] | None = None
     """The settings in config.yaml of the run that is resumed; None for a new run."""
 
+    def namespace(self, flags: Mapping[str, Any]) -> argparse.Namespace:
+        """All flags and all of this in one namespace, for functions of users."""
+        return argparse.Namespace(**{**self.settings, **flags, **vars(self)})
+
 
 @dataclass
 class ModelConfig:

@@ -195,7 +195,9 @@ class ArgumentParser(argparse.ArgumentParser):
             args.config_note,
             args.resumed,
         )
-        return self.config(**{name: getattr(args, name) for name in self._fields}, invocation=invocation)
+        config = self.config.__new__(self.config)  # `__post_init__` checks a model: it is called when that is built
+        vars(config).update({name: getattr(args, name) for name in self._fields}, invocation=invocation)
+        return config
 
     def _validate(self, args: argparse.Namespace) -> None:
         """Fill in values that follow from other flags, and refuse contradictions and, on the command line, flags

@@ -137,7 +137,9 @@ def _make_dataset(data: DatasetSpec) -> tuple[Any, int]:
     except AttributeError:
         raise ValueError(f"{flag}{getattr(module, '__file__', module_name)} has no function {function_name}") from None
     with _errors_in_one_line(f"{flag}the function failed: "):
-        dataset = function(argparse.Namespace(**vars(data.args)))
+        flags = vars(data.args)
+        invocation = flags.get("invocation")
+        dataset = function(invocation.namespace(flags) if invocation else argparse.Namespace(**flags))
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise ValueError(
             f"{flag}the function returned {describe_object(dataset)}, which has not both __len__ and __getitem__: "
