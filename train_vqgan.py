@@ -117,7 +117,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     discr_optimizer = adam(discriminator.parameters(), lr=peak, betas=config.discr_betas or config.betas)
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if config.l2_recon_loss else F.l1_loss, training.Noise(config.seed, "latents")
-    pixels_per_latent = generator.channels * 4**generator.num_layers  # numbers of the image per latent vector
+    values_per_latent = generator.channels * 4**generator.num_layers  # of the image
     outputs = "codes" if generator.num_codes else "latents"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
@@ -168,7 +168,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         discr.lr = drop * with_warmup(step, total_steps, peak, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
-        weights["kl"] = config.kl_loss_weight / pixels_per_latent
+        weights["kl"] = config.kl_loss_weight / values_per_latent
         fakes, codes = [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = vqgan(micro_batch.images, **micro_batch.generator_inputs)

@@ -7,9 +7,8 @@ A script uses only these three classes and never asks for a backend's name:
         with backend.processes.raise_on_all_ranks():
             model = DiscreteVAE(config).to(backend.processes.device)
         engine = backend.wrap(model, optimizer, name="vae")
-        for images in engine.micro_batches(batch):
-            loss, reconstruction = engine(images)
-            engine.backward(loss)
+        for micro_batch in engine.micro_batches(batch):
+            engine.backward(engine(micro_batch["images"]).recon_loss)
         update = engine.step()
 """
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import convert
 import embed
-from tandem.io.renamed import SETTINGS, WEIGHTS
+from tandem.io.renamed import FORMER_SETTINGS, FORMER_WEIGHTS
 from tandem.models.base import read_config
 from tandem.weights.load import load_model
 from tests.scripts import (
@@ -143,9 +143,9 @@ def test_a_former_flag_means_what_it_meant_on_the_command_line_and_in_a_config_f
     (tmp_path / "former.yaml").write_text(yaml.safe_dump(former_settings))
     parser = script.module.build_parser()
     settings = [parser.settings(parser.parse(said)) for said in (flags, ["--config", f"{tmp_path}/former.yaml"])]
-    assert settings[0].keys().isdisjoint(SETTINGS)
+    assert settings[0].keys().isdisjoint(FORMER_SETTINGS)
     for former, value in former_settings.items():
-        present, convert_value = SETTINGS[former]
+        present, convert_value = FORMER_SETTINGS[former]
         assert [found[present] for found in settings] == [convert_value(value)] * 2 != [parser.get_default(present)] * 2
         assert f"--{former}" not in parser.format_help()
 
@@ -166,6 +166,6 @@ def test_a_former_value_that_cannot_be_converted_is_one_line(value: Any, tmp_pat
 def test_every_present_name_is_one_of_a_setting_or_a_weight() -> None:
     """The table would rename to nothing else."""
     parsers = [script.module.build_parser() for script in SCRIPTS.values()]
-    assert all(any(parser.has_flags([present]) for parser in parsers) for present, _ in SETTINGS.values())
+    assert all(any(parser.has_flags([present]) for parser in parsers) for present, _ in FORMER_SETTINGS.values())
     formats = json.loads((ROOT / "tests" / "models" / "formats.json").read_text())
-    assert all(any(present in weights for weights in formats.values()) for present in WEIGHTS.values())
+    assert all(any(present in weights for weights in formats.values()) for present in FORMER_WEIGHTS.values())

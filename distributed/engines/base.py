@@ -110,8 +110,8 @@ class Engine(ABC):
         return self.module.forward(*args, **kwargs)
 
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """This process's batch in ``grad_accum_steps`` equal parts. The loop body runs forward and backward on each;
-        backward divides the loss by their number.
+        """This process's batch in ``grad_accum_steps`` equal parts. The loop body runs forward and backward on each.
+        `backward` divides the loss by their number on all processes, so that the sum of all gradients is the mean.
 
         Raises:
             ValueError: a value's first dimension is not the local batch size.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tandem.io.renamed import SETTINGS
+from tandem.io.renamed import FORMER_SETTINGS
 
 DATA = "DATA"  # in a `Requirement`, stands for the script's flag for the training data, its `data_flag`
 
@@ -141,7 +141,7 @@ def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any
         options["action"] = argparse.BooleanOptionalAction if default else "store_true"
     elif convert is not None or "choices" in options:
         options["type"] = convert or str.lower
-    for former_name, (present_name, convert_value) in SETTINGS.items():
+    for former_name, (present_name, convert_value) in FORMER_SETTINGS.items():
         if present_name == name:
             former_options = {**options, "type": _composed(convert_value, options["type"])} if convert else options
             former = group.add_argument(f"--{former_name}", dest=name, default=default, **former_options)

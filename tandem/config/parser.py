@@ -13,7 +13,7 @@ from tandem import __version__
 from tandem.io.exits import MISTAKE, exit_process
 from tandem.io.installed import HOME, IS_INSTALLED, installed_command
 from tandem.io.reading import printable
-from tandem.io.renamed import SETTINGS
+from tandem.io.renamed import FORMER_SETTINGS
 from tandem.io.writing import open_standard_streams
 
 from .converters import choice_error, config_names, config_value, did_you_mean, format_default, format_flag
@@ -326,7 +326,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return {
             config_names(action)[0]: config_value(action, getattr(args, action.dest))
             for name, action in self._config_flags.items()
-            if name not in SETTINGS
+            if name not in FORMER_SETTINGS
         }
 
     def _parse_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -382,7 +382,7 @@ class ArgumentParser(argparse.ArgumentParser):
             name: action
             for action in actions
             for name in config_names(action)
-            if action.help is not argparse.SUPPRESS or name in SETTINGS
+            if action.help is not argparse.SUPPRESS or name in FORMER_SETTINGS
         }
 
 

@@ -18,12 +18,12 @@ def logarithm(value: Any) -> float:
 
 
 #: Former name of a setting (flag and constructor argument) -> its name, and the function that converts its value.
-SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+FORMER_SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "init_temperature": ("init_logit_scale", logarithm),
     "centred": ("normalize_input", lambda value: value),
 }
 #: Former name of a weight or a buffer in a state dict -> its name.
-WEIGHTS = {"tau": "logit_scale", "quantizer.moments": "quantizer.latent_stats"}
+FORMER_WEIGHTS = {"tau": "logit_scale", "quantizer.moments": "quantizer.latent_stats"}
 
 
 def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,10 +31,10 @@ def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     precedence over a former one. Raises ValueError, in one line, for a value that cannot be converted."""
     renamed: dict[str, Any] = {}
     for name, value in settings.items():
-        if name not in SETTINGS:
+        if name not in FORMER_SETTINGS:
             renamed[name] = rename_settings(value) if isinstance(value, Mapping) else value
             continue
-        present_name, convert = SETTINGS[name]
+        present_name, convert = FORMER_SETTINGS[name]
         try:
             renamed.setdefault(present_name, convert(value))
         except ValueError as error:
@@ -44,4 +44,4 @@ def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def rename_weights(weights: Mapping[str, Value]) -> dict[str, Value]:
     """The weights of a state dict under their present names."""
-    return {WEIGHTS.get(name, name): weight for name, weight in weights.items()}
+    return {FORMER_WEIGHTS.get(name, name): weight for name, weight in weights.items()}

@@ -23,7 +23,7 @@ from tandem.io.reading import (
     read_bytes,
     read_json,
 )
-from tandem.io.renamed import WEIGHTS
+from tandem.io.renamed import FORMER_WEIGHTS
 from tandem.io.writing import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
@@ -82,7 +82,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
                 tree = part
                 for branch in branches:
                     tree = tree[branch]
-                tree[WEIGHTS.get(leaf, leaf)] = tensor
+                tree[FORMER_WEIGHTS.get(leaf, leaf)] = tensor
         return parts, dict(state["meta"])
     except OSError as error:
         raise damage_error(Path(error.filename or folder), error_text(error)) from None

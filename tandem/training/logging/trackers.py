@@ -32,7 +32,7 @@ class Trackers:
     mean depend on the number of processes. Lines that cannot be written now are written with the next one.
 
     Args:
-        report_to: "tensorboard", "wandb", or both, see `KINDS`; empty: metrics.jsonl alone.
+        report_to: "tensorboard", "wandb", or both, see `TRACKERS`; empty: metrics.jsonl alone.
         config: The run's arguments, which wandb shows beside the curves.
         wandb_names: Arguments "project", "name", "entity" and "tags" of wandb.init, or some of them; the default name
             is that of the folder.
@@ -62,7 +62,7 @@ class Trackers:
         self._trackers: dict[str, Any] = {}
         for name in report_to if is_root else ():
             try:
-                self._trackers[name] = KINDS[name](folder, config, wandb_names)
+                self._trackers[name] = TRACKERS[name](folder, config, wandb_names)
             except Exception as error:
                 self._switch_off(name, error)
 
@@ -290,4 +290,4 @@ def _drop_texts(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 #: The trackers by their names in --report_to. The root constructs them with the run folder, the run's configuration and
 #: `wandb_names`.
-KINDS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+TRACKERS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}

@@ -183,16 +183,19 @@ def image_gradient(loss: Tensor, images: Tensor) -> Tensor:
     return gradient.float() / _GRADIENT_SCALE
 
 
-def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, cap: float = 1e4, eps: float = 1e-4) -> Tensor:
-    """min(|reconstruction| / max(|adversarial|, eps), cap), 0-d and detached: the lambda of Esser et al. 2021, equation
-    7, but with max(|adversarial|, eps) instead of |adversarial| + 1e-6, and with the cap of the authors' code.
+def adaptive_weight(
+    reconstruction_gradient: Tensor, adversarial_gradient: Tensor, cap: float = 1e4, eps: float = 1e-4
+) -> Tensor:
+    """min(|r| / max(|a|, eps), cap) of the norms of two gradients r and a, 0-d and detached: the lambda of Esser et al.
+    2021, equation 7, but with max(|a|, eps) instead of |a| + 1e-6, and with the cap of the authors' code.
 
     With this weight the adversarial loss has a gradient of the same norm at the last layer as the reconstruction loss.
 
     Args:
-        reconstruction: Gradient of the reconstruction (and perceptual) loss with respect to the last layer's weight.
-        adversarial: Gradient of the adversarial loss with respect to the same weight. Both must be averaged over all
-            processes and micro-batches, because an average of ratios is not the ratio of averages.
+        reconstruction_gradient: That of the reconstruction and perceptual loss with respect to the last layer's weight.
+        adversarial_gradient: That of the adversarial loss with respect to the same weight. Both must be averaged over
+            all processes and micro-batches: an average of ratios is not the ratio of averages.
     """
-    norms = [torch.linalg.vector_norm(gradient.detach().float()) for gradient in (reconstruction, adversarial)]
+    gradients = (reconstruction_gradient, adversarial_gradient)
+    norms = [torch.linalg.vector_norm(gradient.detach().float()) for gradient in gradients]
     return (norms[0] / norms[1].clamp_min(eps)).clamp_max(cap)
