@@ -220,7 +220,6 @@ class Run:
             self.progress, processes.is_root, columns=self._columns,
             max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
         )  # fmt: skip
-        self.display.remember(self.tracker.last_validation)
         for line in messages:
             self.say(line)
         self.say(self.args.config_note)
