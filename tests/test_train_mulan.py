@@ -9,6 +9,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,10 +169,12 @@ def test_a_run_that_has_collapsed_is_told_so_after_its_warm_up_once(
     """What an update finds is given here: where a run ends depends on the instructions of the CPU. The loss of a
     collapse stays at ln(B - 1), as users of the public trainer saw it: of 512, 6.236."""
 
+    result: Any = GradCache.result
+
     def collapsed(cache: GradCache) -> ContrastiveResult:
-        assert cache._result is not None
-        return cache._result._replace(loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
-                                      audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5))  # fmt: skip
+        found: ContrastiveResult = result.fget(cache)
+        return found._replace(loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
+                              audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5))  # fmt: skip
 
     monkeypatch.setattr(GradCache, "result", property(collapsed))
     said = MULAN.output_of(tmp_path, "--max_steps", "14", "--valid_fraction", "0", "--lr_warmup_steps", "6")
