@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import safetensors.numpy
 import soundfile
 import torch
-from filling import CLIP, EMBED, RATE, SOUNDS, mulan, saved
+from filling import CLIP, EMBED, RATE, SOUNDS, mulan
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from torch.nn import functional as F
 
@@ -152,30 +151,3 @@ def test_the_tokenizer_beside_the_model_is_used(shape, source, tmp_path, capsys)
     with torch.no_grad():
         query = mulan(**shape).encode_text(torch.tensor([[0, 1]]), torch.tensor([2]))[0].numpy()
     assert answer["matches"][0]["cosine"] == pytest.approx(max(e @ query for e in EMBED.rows(index).values()), abs=1e-5)
-
-
-# Mistakes.
-
-
-MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "clips without sounds": (lambda tmp: {"--max_clips": 3}, "--max_clips has no effect without --audio"),
-    "an output without sounds": (lambda tmp: {"--output": tmp / "out"}, "--output has no effect without"),
-    "workers without sounds": (lambda tmp: {"--num_workers": 0}, "--num_workers is for --audio"),
-    "a folder of something else": (lambda tmp: {"--index": tmp}, "holds no index"),
-    "index of another model": (lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
-    "a sound that is none": (lambda tmp: {"--query": text_file(tmp)}, "cannot read"),
-    "an empty query": (lambda tmp: {"--query": " "}, "empty"),
-}
-
-
-def text_file(tmp: Path) -> Path:
-    (tmp / "file.wav").write_text("text")
-    return tmp / "file.wav"
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_search_gives_one_line(mistake, whole, model, tmp_path, capsys):
-    make, expected = MISTAKES[mistake]
-    said = {"--model": model, "--index": whole, "--query": "a dog", **make(tmp_path)}
-    assert expected in EMBED.refused(capsys, *(word for pair in said.items() for word in pair))
-    assert not (tmp_path / "out").exists()

@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 import tarfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import filling
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, TOKENIZE, index, vqgan
+from filling import IMAGES, SIZE, TOKENIZE, autoencoder, index, saved, vqgan
 from filling_fixtures import model, on_one_cpu, source  # noqa: F401
 from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
@@ -145,33 +146,25 @@ def test_the_report_counts_the_codes_of_all_shards(codes, model, source, capsys)
 # Decoding.
 
 
-def test_images_are_not_written_into_the_folder_of_their_codes(codes, model, capsys):
-    before = files(codes)
-    assert "settings" in TOKENIZE.refused(capsys, *decoding(model, codes, codes))
-    assert files(codes) == before
+FP32 = ("--latent_dtype", "fp32")
+DECODED = {
+    "codes": (vqgan, ()), "codes, transparent": (partial(vqgan, channels=4), ()), "latents": (autoencoder, FP32),
+    "scaled": (autoencoder, (*FP32, "--scaled")),
+    "moments": (autoencoder, (*FP32, "--latent", "moments", "--scaled", "--with_flip")),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("channels", [3, 4])
-def test_decoded_images_are_the_reconstructions_to_8_bits(channels, source, tmp_path):
-    made = vqgan(channels=channels)
-    made.save_pretrained(tmp_path / "model")
-    encoded = TOKENIZE.fill(tmp_path / "model", source, tmp_path / "codes")
-    folder = decode(tmp_path / "model", encoded, tmp_path / "images")
+@pytest.mark.parametrize("case", DECODED)
+def test_decoded_images_are_the_reconstructions_to_8_bits(case, source, tmp_path):
+    make, flags = DECODED[case]
+    model = saved(tmp_path / "model", made := make())
+    folder = decode(model, TOKENIZE.fill(model, source, tmp_path / "codes", *flags), tmp_path / "images")
     names = [str(Path(name).with_suffix(".png")) for name in IMAGES]
     assert sorted(files(folder)) == sorted([*names, "settings.json"])
     with torch.no_grad():
-        expected = made.decode(made.encode(pixels(source, IMAGES, channels)))
+        expected = made.decode(made.encode(pixels(source, IMAGES, made.channels)))
     exact = expected.clamp(0, 1).permute(0, 2, 3, 1).numpy() * 255
     found = np.stack([np.asarray(Image.open(folder / name)) for name in names])
-    assert found.shape == (9, SIZE, SIZE, channels) and len(np.unique(found)) > 20
-    # Half a level of rounding; the rest is fp32, as batches of 9 and of 3 need not agree in the last bit.
+    assert found.shape == (9, SIZE, SIZE, made.channels) and len(np.unique(found)) > 20
+    # Half a level of rounding; the rest is fp32, as batches of 9 and of 3, and scaling, change the last bits.
     assert np.abs(found - exact).max() <= 0.5 + 1e-3
-
-
-def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):
-    vqgan(seed=1).save_pretrained(tmp_path / "model")
-    said = TOKENIZE.refused(capsys, *decoding(tmp_path / "model", codes, tmp_path / "images"))
-    assert "the model that made them" in said
-
-
-# Mistakes.

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import filling
 import numpy as np
 import pytest
 import torch
+import yaml
 from filling import (
     EMBED,
     LATENTS,
@@ -29,10 +29,7 @@ from filling import (
     broken_copy,
     change_index,
     index,
-    mulan,
-    saved,
     stamps,
-    vqgan,
 )
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors import safe_open
@@ -40,7 +37,6 @@ from safetensors.numpy import load_file
 
 from tandem.data.stores.output import sha256_of
 from tandem.data.stores.shards import shard_bytes
-from tandem.models import DiscreteVAE, Discriminator
 from tests.scripts import files, lines
 from tests.training.disk import failing, left_by_kills
 
@@ -244,18 +240,41 @@ def test_a_folder_of_something_else_is_left_alone(fresh, script, model, source, 
 # Damaged folders.
 
 
-def damage_first_line(folder: Path, **changes: Any) -> None:
-    """Change the first line of index.jsonl, and the checksum with it."""
-    first, *rest = lines(folder / "index.jsonl")
-    (folder / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{**first, **changes}, *rest]))
-    change_index(folder, lines_sha256=sha256_of([folder / "index.jsonl"]))
+def no_index(folder: Path, name: str) -> None:
+    (folder / "index.json").unlink()
 
 
-def damage_shard(folder: Path, name: str, rows: np.ndarray) -> None:
-    """Other content of the first shard, with the checksum to it."""
-    (folder / f"{name}-00000.safetensors").write_bytes(shard_bytes({name: torch.from_numpy(rows)}))
-    first, *rest = index(folder)["shards"]
-    change_index(folder, shards=[{**first, "sha256": hashlib.sha256(rows.tobytes()).hexdigest()}, *rest])
+def no_folder(folder: Path, name: str) -> None:
+    shutil.rmtree(folder)
+
+
+def empty_index(folder: Path, name: str) -> None:
+    (folder / "index.json").write_text("[]")
+
+
+def endless_index(folder: Path, name: str) -> None:
+    make_endless(folder / "index.json")
+
+
+def endless_shard(folder: Path, name: str) -> None:
+    make_endless(folder / f"{name}-00000.safetensors")
+
+
+def make_endless(path: Path) -> None:
+    """A file that is far longer than any memory, and takes no room on the disk."""
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def changed_shard(folder: Path, name: str) -> None:
+    path = folder / f"{name}-00000.safetensors"
+    *content, last = path.read_bytes()
+    path.write_bytes(bytes([*content, last ^ 1]))
+
+
+def cut_shard(folder: Path, name: str) -> None:
+    os.truncate(folder / f"{name}-00000.safetensors", 9)
 
 
 def narrowed(folder: Path, name: str) -> None:
@@ -266,7 +285,7 @@ def narrowed(folder: Path, name: str) -> None:
     (folder / first["file"]).write_bytes(shard_bytes(kept))
     with safe_open(folder / first["file"], "np") as file:
         sha256 = json.loads(file.metadata()["about"])["sha256"]
-    change_index(folder, shards=[{**first, "sha256": sha256}, *rest])
+    change_index(folder, shards=[{**first, "sha256": sha256}, *rest], grid=[2, 4, 4], with_flip=False)
 
 
 def in_shapes(folder: Path, name: str) -> None:
@@ -278,137 +297,36 @@ def in_shapes(folder: Path, name: str) -> None:
     change_index(folder, grid=[], shards=shards, lines_sha256=sha256_of([folder / "index.jsonl"]))
 
 
-def shard_of(value: int, shape: tuple[int, ...], dtype: Any) -> Callable[[Path, str], None]:
-    return lambda folder, name: damage_shard(folder, name, np.full(shape, value, dtype))
-
-
-def flip_last_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def replaced(path: Path, make: Callable[[Path], Any]) -> None:
-    path.unlink()
-    make(path)
-
-
-def bottomless(path: Path) -> None:
-    """A file that is far longer than any memory, and takes no room on the disk."""
-    path.touch()
-    os.truncate(path, 1 << 40)
-
-
-DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
-    "no index": (ALL, lambda f, name: (f / "index.json").unlink(), "did not finish"),
-    "no folder": (ALL, lambda f, name: shutil.rmtree(f), "no such folder"),
-    "an empty index": (ALL, lambda f, name: (f / "index.json").write_text("[]"), "cannot read"),
-    "a shard elsewhere": (ALL, lambda f, name: change_index(f, shards=[{"file": "../x", "rows": 3}] * 3), "'../x'"),
-    "a changed shard": (ALL, lambda f, name: flip_last_bit(f / f"{name}-00000.safetensors"), "checksum"),
-    "a shard that was cut off": (ALL, lambda f, name: os.truncate(f / f"{name}-00000.safetensors", 9), "cannot read"),
-    "numbers of another type": ([EMBED], shard_of(0, (4, 8), np.float64), "float64, not float32"),
-    "another kind of index": ([EMBED], lambda f, name: change_index(f, task="encode"), "something else"),
-    "embeddings of another shape": ([EMBED], shard_of(0, (4, 9), np.float32), "(4, 9), not (4, 8)"),
-    "a path that leaves": (CODERS, lambda f, name: damage_first_line(f, path="../.."), "'../..'"),
-    "a row twice": (CODERS, lambda f, name: damage_first_line(f, row=1), "not in order"),
-    "codes outside the codebook": ([TOKENIZE], shard_of(512, (4, 4, 4), np.uint16), "outside"),
-    "video codes outside the codebook": ([TOKENIZE_VIDEOS], shard_of(512, (9, 4, 4), np.uint16), "outside"),
-    "latents alone": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float16), "latents_flip"),
-    "latents of another type": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float64), "float64, not float16"),
-    "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=["4", 4, 4]), "cannot read"),
-    "latents of another model": (
-        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[2, 4, 4], with_flip=False)),
-        "give (b, 4, h', w')",
-    ),
-    "no scale": ([LATENTS], lambda f, name: change_index(f, config={}), "scaling_factor"),
-    "codes of shapes outside the codebook": ([TOKENIZE_SHAPES], shard_of(512, (172,), np.uint16), "outside"),
-    "too few codes of shapes": ([TOKENIZE_SHAPES], shard_of(0, (171,), np.uint16), "not (172,)"),
-    "another shape": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=[4, 5]), "not in order"),
-    "no shape": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=None), "has a grid of None"),
-    "a shape of no codes": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=[0, 4]), "a grid of [0, 4]"),
-    "a shape of three": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=[2, 2, 4]), "a grid of [2, 2"),
-    "a shape of text": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid="44"), "has a grid of 44"),
-    "a shape of a square": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, grid=[1, 1]), "a grid of [1, 1]"),
-    "squares without a shape": (CODERS[:3], lambda f, name: change_index(f, grid=[]), "has a grid of None"),
-    "images in shapes": ([TOKENIZE], in_shapes, "the model is one of images"),
-    "shapes that are squares": (
-        [TOKENIZE_SHAPES], lambda f, name: change_index(f, grid=[4, 4]), "has a grid of [4, 4]"),
-    "no grid": (CODERS, lambda f, name: change_index(f, grid=None), "cannot read"),
-    "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not (9, 4, 4)"),
-    "more frames than codes": (OF_VIDEOS, lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
-    "a rate of 0": (OF_VIDEOS, lambda f, name: damage_first_line(f, fps=0), "0 frames per second"),
-    "an endless index": (ALL, lambda f, name: replaced(f / "index.json", bottomless), "longer than 67108864 bytes"),
-    "an endless shard": (ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", bottomless), "cannot read"),
-    "a grid of 10^12": ([TOKENIZE], lambda f, name: change_index(f, grid=[10**6, 10**6]), "claims a shape of (4, 1000"),
-    "embeddings that are no numbers": ([EMBED], shard_of(np.nan, (4, 8), np.float32), "not all of its numbers are fin"),
-    "batches of 10^12": ([EMBED], lambda f, name: change_index(f, batch_size=10**12), "more than the"),
+GROUPS = {
+    "all": ALL, "coders": CODERS, "squares": CODERS[:3], "all videos": OF_VIDEOS, "images": [TOKENIZE],
+    "latents": [LATENTS], "videos": [TOKENIZE_VIDEOS], "shapes": [TOKENIZE_SHAPES], "sounds": [EMBED],
 }  # fmt: skip
+DAMAGES = yaml.safe_load(Path(__file__).with_name("damages.yaml").read_text())
+
+
+def damage(folder: Path, name: str, **changes: Any) -> None:
+    """Make the changes of an entry of damages.yaml, and those of checksums that hide them."""
+    if call := changes.get("call"):
+        globals()[call](folder, name)
+    if line := changes.get("line"):
+        first, *rest = lines(folder / "index.jsonl")
+        (folder / "index.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [{**first, **line}, *rest]))
+        change_index(folder, lines_sha256=sha256_of([folder / "index.jsonl"]))
+    if shard := changes.get("shard"):
+        number, shape, dtype = shard
+        rows = np.full(shape, number, dtype)
+        (folder / f"{name}-00000.safetensors").write_bytes(shard_bytes({name: torch.from_numpy(rows)}))
+        first, *rest = index(folder)["shards"]
+        change_index(folder, shards=[{**first, "sha256": hashlib.sha256(rows.tobytes()).hexdigest()}, *rest])
+    if "index" in changes:
+        change_index(folder, **changes["index"])
 
 
 def test_a_damaged_folder_is_refused_in_one_line(script, whole, model, tmp_path, capsys):
-    for damage, (scripts, change, expected) in DAMAGES.items():
-        if script in scripts:
-            copied = shutil.copytree(whole, tmp_path / damage)
-            change(copied, script.shards)
-            assert expected in script.refused(capsys, *script.use(model, copied, tmp_path / f"{damage} out")), damage
+    for number, changes in enumerate(DAMAGES):
+        if script in GROUPS[changes["of"]]:
+            copied = shutil.copytree(whole, tmp_path / f"copied{number}")
+            damage(copied, script.shards, **changes)
+            said = script.refused(capsys, *script.use(model, copied, tmp_path / f"out{number}"))
+            assert changes["expected"] in said, changes
     assert not list(tmp_path.glob("*.png"))
-
-
-# Mistakes.
-
-
-def a_file(tmp: Path) -> Path:
-    (tmp / "file").write_text("")
-    return tmp / "file"
-
-
-def of_size(tmp: Path, image_size: int) -> Path:
-    model = DiscreteVAE.from_dict({"image_size": SIZE, "num_layers": 2, "num_tokens": 32, "codebook_dim": 8})
-    return saved(tmp / "m", model, image_size=image_size)
-
-
-# What is said in place of a model, a source and an output; None: it is left out.
-MISTAKES: dict[str, tuple[list[Script], Callable[[Path], dict[str, Any]], str]] = {
-    "no model": (ALL, lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "image size that does not divide": (CODERS, lambda tmp: {"--image_size": 18}, "--image_size 18"),
-    "another kind of model": (
-        [TOKENIZE], lambda tmp: {"--model": saved(tmp / "m", Discriminator.from_dict({"dim": 8}))},
-        "a Discriminator, not a DiscreteVAE or a VQGAN",
-    ),
-    "no images": ([TOKENIZE], lambda tmp: {"--image_folder": tmp}, "no image in"),
-    "output is a file": ([TOKENIZE], lambda tmp: {"--output": a_file(tmp)}, "--output"),
-    "image size of terabytes": ([TOKENIZE], lambda tmp: {"--model": of_size(tmp, 2**21)}, "2097152 pixels: "),
-    "channels that no image has": ([TOKENIZE], lambda tmp: {"--model": saved(tmp / "m", vqgan(channels=1))}, "not 1"),
-    "a flag of encoding": (
-        [TOKENIZE], lambda tmp: {"--image_folder": None, "--decode": tmp, "--format": "npy"}, "--format"),
-    "nothing to do": (
-        [TOKENIZE], lambda tmp: {"--image_folder": None}, "give --image_folder, --video_folder or --decode"),
-    "two sources": ([TOKENIZE], lambda tmp: {"--decode": tmp}, "--image_folder and --decode exclude one another"),
-    "a flag of videos": ([TOKENIZE], lambda tmp: {"--fps": 5}, "--fps has no effect without --video_folder"),
-    "a model of images": (
-        [TOKENIZE_VIDEOS], lambda tmp: {"--model": saved(tmp / "m", vqgan())},
-        "holds a VQGAN, which codes images: give --image_folder",
-    ),
-    "no videos": ([TOKENIZE_VIDEOS], lambda tmp: {"--video_folder": tmp}, "no video in"),
-    "rate and stride": ([TOKENIZE_VIDEOS], lambda tmp: {"--fps": 5, "--frame_stride": 2}, "--frame_stride has no effe"),
-    "a flag of decoding": (
-        [TOKENIZE_VIDEOS], lambda tmp: {"--format": "gif"}, "--format gif is not for encoding videos"),
-    "a flag of images": (
-        [TOKENIZE_VIDEOS], lambda tmp: {"--batch_size": 2}, "--batch_size has no effect on encoding videos"),
-    "a class of model": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a MuLaN"),
-    "no sounds": ([EMBED], lambda tmp: {"--audio": tmp}, "no sound in"),
-    "audio without output": ([EMBED], lambda tmp: {"--output": None}, "no index is named"),
-    "nothing": ([EMBED], lambda tmp: {"--audio": None, "--output": None}, "nothing to do"),
-    "matches without a query": ([EMBED], lambda tmp: {"--top_k": 3}, "--top_k has no effect without --query"),
-    "endless clips": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", mulan(), clip_seconds=1e300)}, "1.1 GB"),
-}  # fmt: skip
-
-
-def test_a_mistake_gives_one_line(script, model, source, tmp_path, capsys):
-    for mistake, (scripts, make, expected) in MISTAKES.items():
-        if script in scripts:
-            (folder := tmp_path / mistake).mkdir()
-            said = {"--model": model, script.source: source, "--output": folder / "out", **make(folder)}
-            argv = [word for flag, value in said.items() if value is not None for word in (flag, value)]
-            assert expected in script.refused(capsys, *argv), mistake
-            assert not (folder / "out").exists()

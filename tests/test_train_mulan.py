@@ -9,6 +9,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,23 +72,10 @@ OF_TOWERS = ("--sample_rate", "16000", "--max_text_tokens", "12", "--hierarchica
 # A run and what it leaves.
 
 
-def test_validation_really_runs(finished: Path) -> None:
-    """It never did in the public trainer."""
-    measured = {"loss", "r10", "zero_shot/top1", "zero_shot/chance_top1"} | {
-        f"{way}/{name}"
-        for way in ("text_to_audio", "audio_to_text")
-        for name in ("r1", "r5", "r10", "median_rank", "map10", "chance_r1")
-    }
-    both = {f"{which}/{name}" for which in ("valid", "valid/ema") for name in measured}
-    for line in metrics(finished):
-        assert {key for key in line if key.startswith("valid")} == (both if line["step"] % 2 == 0 else set())
-    assert len({line["valid/loss"] for line in metrics(finished) if "valid/loss" in line}) == 4  # of other weights
-
-
 def test_best_is_the_model_of_the_highest_recall_at_10(finished: Path) -> None:
     measured = {line["step"]: line["valid/ema/r10"] for line in metrics(finished) if "valid/ema/r10" in line}
     facts = json.loads((finished / "best" / "best.json").read_text())
-    assert len(set(measured.values())) > 1
+    assert len(set(measured.values())) > 1 and "valid/ema/zero_shot/top1" in metrics(finished)[-1]
     best = max(measured.values())
     assert facts["value"] == pytest.approx(best, rel=1e-11), "the log has 12 digits"
     losses = {line["step"]: line["valid/ema/loss"] for line in metrics(finished) if "valid/ema/loss" in line}
@@ -157,18 +145,6 @@ def test_sounds_of_equal_captions_are_no_negatives_unless_asked(bells: str, tmp_
     assert masked == pytest.approx(0.0, abs=1e-5) and negatives > math.log(8) - 1e-3
 
 
-def test_accumulation_sees_all_negatives_of_the_batch(tmp_path: Path) -> None:
-    """Losses of two micro-batches are those of one (GradCache), and every gradient, that of the temperature too: both
-    passes over a micro-batch drop the same."""
-    said = ("--max_steps", "4", "--patch_dropout", "0.4", "--attn_dropout", "0.3", "--ff_dropout", "0.2")
-    whole, parts = (metrics(MULAN.train(tmp_path / n, *said, "--grad_accum_steps", n)) for n in ("1", "2"))
-    for ours, expected in zip(parts, whole, strict=True):
-        for key in ("loss", "temperature", "grad_norm"):
-            rounding = 1e-6 if ours["step"] == 1 or key != "grad_norm" else 1e-4
-            assert ours[key] == pytest.approx(expected[key], rel=rounding), (key, ours["step"])
-    assert whole[-1]["temperature"] != whole[0]["temperature"]
-
-
 def test_another_tokenizer_is_refused_by_its_content_and_the_same_one_is_taken_from_anywhere(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -193,10 +169,12 @@ def test_a_run_that_has_collapsed_is_told_so_after_its_warm_up_once(
     """What an update finds is given here: where a run ends depends on the instructions of the CPU. The loss of a
     collapse stays at ln(B - 1), as users of the public trainer saw it: of 512, 6.236."""
 
+    result: Any = GradCache.result
+
     def collapsed(cache: GradCache) -> ContrastiveResult:
-        assert cache._result is not None
-        return cache._result._replace(loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
-                                      audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5))  # fmt: skip
+        found: ContrastiveResult = result.fget(cache)
+        return found._replace(loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
+                              audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5))  # fmt: skip
 
     monkeypatch.setattr(GradCache, "result", property(collapsed))
     said = MULAN.output_of(tmp_path, "--max_steps", "14", "--valid_fraction", "0", "--lr_warmup_steps", "6")
@@ -219,7 +197,7 @@ def towers(tmp_path: Path) -> tuple[str, str]:
 
 def test_a_validation_between_two_lines_of_metrics_alarms_nobody(tmp_path: Path) -> None:
     said = "--max_steps 4 --log_every_n_steps 4 --validate_every_n_steps 3 --lr_warmup_steps 0"
-    MULAN.train(tmp_path, *said.split())
+    assert "warning" not in MULAN.output_of(tmp_path, *said.split())
 
 
 def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_was(
@@ -272,22 +250,6 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
 
 
 # Data.
-
-
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [
-        (["--batch_size", "1"], "--batch_size 1"),
-        (["--zero_shot_templates", "a {}|a sound"], "a sound"),
-        (["--data_max_length", "8000"], "--clip_seconds 0.5"),
-        (["--tokenizer", "nowhere.json"], "nowhere.json"),
-        (["--max_text_tokens", "2", "--tokenizer", "clip"], "--max_text_tokens 2"),
-        (["--clip_seconds", "1e-9"], "no sample in a clip"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)  # fmt: skip
-def test_a_mistake_gives_one_line(said: list[str], text: str, tmp_path: Path) -> None:
-    assert text in MULAN.refused(tmp_path / "run", *said)
 
 
 @pytest.mark.parametrize(

@@ -92,18 +92,3 @@ def test_the_model_that_is_left_has_the_loss_that_was_validated_also_with_transp
         assert loss == pytest.approx(last[name], rel=1e-6)
     content = torch.load(transparent / "vae-final.pt", weights_only=True)
     assert content["hparams"]["channels"] == 4 and content["weights"]["decoder.4.weight"].shape == (4, 8, 1, 1)
-
-
-# Flags that do not go together.
-
-
-def test_flags_that_contradict_each_other_are_refused_by_name_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("hot.yaml").write_text("temp_min: 0.8")
-    for said, text in (
-        ("--image_size 100", "64 or 128"), ("--reinmax", "--straight_through"),
-        ("--config hot.yaml --starting_temp 0.7", "--starting_temp 0.7 is below --temp_min 0.8"),
-    ):  # fmt: skip
-        assert text in VAE.refused(tmp_path / "run", *said.split()) and not (tmp_path / "run").exists(), said

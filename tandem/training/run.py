@@ -223,7 +223,6 @@ class Run:
             self.progress, processes.is_root, columns=self._columns,
             max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
         )  # fmt: skip
-        self.display.remember(self.tracker.last_validation)
         if self.progress.unlogged_line and not self.previous_evaluation:
             self._log(self.progress.unlogged_line)
         for line in messages:

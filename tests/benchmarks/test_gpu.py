@@ -19,9 +19,7 @@ from benchmarks.gpu import checks
 from benchmarks.gpu import speed as speed_part
 from benchmarks.gpu import waits as waits_of
 from benchmarks.gpu.plan import NEEDS_A_GPU, Plan
-from benchmarks.jobs import JobFailed
 from benchmarks.references import REFERENCES
-from benchmarks.report import NoTime, Row
 from tests.scripts import SCRIPTS, VAE
 
 
@@ -34,35 +32,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     return Plan(True, False, ["train_vae"], ["fp32"], tmp_path).until(time.monotonic() + 3600)
-
-
-def test_without_a_gpu_it_ends_with_one_line_and_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--json", str(tmp_path / "gpu.json")])
-    assert ended.value.code == 2 and not list(tmp_path.iterdir())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "error: " in line and "--scale toy" in line
-
-
-def test_a_bad_row_is_said_again_at_the_end_and_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = {"tests": (lambda plan: iter([Row("a", {"x": 1.0}), Row("b", is_bad=True)]), 1)}
-    monkeypatch.setattr(command, "PARTS", parts)
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--scale", "toy", "--json", str(tmp_path / "gpu.json")])
-    assert ended.value.code == 1 and "1 of 2 rows" in capsys.readouterr().err
-
-
-def test_a_job_ends_with_its_part_and_is_not_started_after_it(plan: Plan) -> None:
-    sleep = ["-c", "import time; time.sleep(3600)"]
-    with pytest.raises(NoTime, match=r"ended at its limit of 1 s"):
-        plan.job(sleep, at_most=1.0)
-    with pytest.raises(NoTime, match="not started"):
-        plan.until(time.monotonic()).job(sleep)
-    with pytest.raises(JobFailed, match=r"exit code 1: ValueError: no") as failed:
-        plan.job(["-c", "raise ValueError('no')"])
-    assert not isinstance(failed.value, NoTime)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
@@ -115,18 +84,6 @@ def test_runs_with_other_bits_are_found(tmp_path: Path) -> None:
     assert found == [[], ["checkpoints/step_00000004/engine.safetensors", "model/model.safetensors"]]
     rows = [checks.bits("train_vae", differing, {}) for differing in found]
     assert [(row.values["the same bits"], row.is_bad) for row in rows] == [("yes", False), ("NO", True)]
-
-
-def test_jobs_see_one_gpu(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = plan.folder / "visible"
-    say = ["-c", f"import os; open('{path}', 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + ';')"]
-    for visible in ("3,1", "", None):
-        if visible is None:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        else:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        plan.job(say)
-    assert path.read_text() == "3;;0;"
 
 
 def test_the_toy_size_shows_on_a_cpu_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.jobs import ONE_PROCESS, TORCHRUN, JobFailed, Launcher, measure, run
+from benchmarks.jobs import ONE_PROCESS, TORCHRUN, Launcher, measure
 from benchmarks.training import SMALL_MODELS
 from tests.scripts import VAE, words
 
@@ -30,15 +29,3 @@ def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str
 
 def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> None:
     check(replace(TORCHRUN, processes=2), "train_vae", FLAGS, ["script", "ddp", "ddp-same-noise"])
-
-
-def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:
-    with pytest.raises(JobFailed, match=r"exit code 2: .*--image_size 7 is less"):
-        measure(ONE_PROCESS, ["script", "reference"], ["--image_size", "7"], rounds=1, turns=1, updates=1)
-
-
-def test_a_job_that_fails_ends_an_earlier_one_that_waits_for_it() -> None:
-    waits = [sys.executable, "-c", "import time; time.sleep(1000)"]
-    fails = [sys.executable, "-c", "raise SystemExit('error: no such option')"]
-    with pytest.raises(JobFailed, match="exit code 1: error: no such option"):
-        run([waits, fails], {}, seconds=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.reporting.page import groups, metric_group
+from tandem.reporting.page import metric_group
 from tandem.training.metrics.directions import better_direction as direction
 
 
@@ -23,12 +23,3 @@ from tandem.training.metrics.directions import better_direction as direction
 def test_a_metric_has_its_group_and_its_better_end(metric: str, group: str, better: str) -> None:
     assert metric_group(metric) == group
     assert group in ("Optimisation", "Costs") or direction(metric) == better
-
-
-def test_groups_keep_the_order_of_metrics_and_leave_out_what_is_empty() -> None:
-    assert groups(["lr", "b", "valid/x", "a", "b", "c"], zero_metrics={"c"}) == [
-        {"name": "Validation", "metrics": ["valid/x"], "is_folded": False},
-        {"name": "Other values", "metrics": ["b", "a"], "is_folded": False},
-        {"name": "Optimisation", "metrics": ["lr"], "is_folded": False},
-        {"name": "Always 0", "metrics": ["c"], "is_folded": True},
-    ]

@@ -149,8 +149,6 @@ class ProgressDisplay:
         )
         width = _WIDTH if self._bar.disable else min(_WIDTH, self._columns)
         self._table = MetricsTable(progress.total_steps, columns, width)
-        #: Sets the values of an earlier start's validation, with which the next one is compared.
-        self.remember = self._table.remember
 
     def update(self) -> None:
         """Show that an update was counted."""

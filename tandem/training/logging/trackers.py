@@ -54,8 +54,6 @@ class Trackers:
         self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
         #: Why lines could not be written, in one line; None if all are written.
         self.failure: str | None = None
-        #: The newest line with a validation before the resumed step; set by `cut_back`.
-        self.last_validation: Mapping[str, Any] = _EMPTY
         self._last: tuple[float, bool] = (-1, False)
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._pending_lines: list[bytes] = []
@@ -74,14 +72,12 @@ class Trackers:
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
         limit = (step, keep_evaluation)
-        self._size, self._last, is_changed, newest = 0, (-1, False), False, b"{}"
+        self._size, self._last, is_changed = 0, (-1, False), False
         for line in _read_file_lines(self.path):
             if (position := _read_position(line)) <= limit:
                 self._size, self._last = self._size + len(line), max(self._last, position)
-                newest = line if b'"valid/' in line else newest
             else:
                 is_changed = True
-        self.last_validation = parse_json(newest)
         if is_changed:
             with replacing(self.path) as temporary, create(temporary) as file:
                 file.writelines(line for line in _read_file_lines(self.path) if _read_position(line) <= limit)

@@ -1,6 +1,8 @@
 """One clock, and what shows it."""
 
 import io
+import math
+import re
 
 import pytest
 
@@ -14,55 +16,37 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "max_steps", "size", "batch_size", "expected"),
-    [(2, None, 100, 10, 20), (2, 7, 100, 10, 7), (2, 1000, 100, 10, 20), (1, None, 114, 8, 15),
-     (0.1, None, 70, 7, 1), (0.001, None, 10, 8, 1), (0.5, None, 101, 1, 50)],
+    ("limits", "steps", "flag", "text"),
+    [((2, None, 100, 10), 20, "--epochs", "20 updates (--epochs 2)"),
+     ((2, 7, 100, 10), 7, "--max_steps", "7 updates (--max_steps 7; --epochs 2 would make 20)"),
+     ((2, 20, 100, 10), 20, "--epochs", "20 updates (--epochs 2)"),
+     ((2, 1000, 100, 10), 20, "--epochs", "20 updates (--epochs 2, which ends the run before --max_steps 1000)"),
+     ((1e9, 1, 100, 10), 1, "--max_steps", "1 update (--max_steps 1)"),
+     ((2, None, 100, 10, 90.0), 20, "--epochs", "20 updates (--epochs 2; at most 90 minutes by --max_minutes)"),
+     ((1, None, 114, 8), 15, "--epochs", "15 updates (--epochs 1)"),
+     ((0.1, None, 70, 7), 1, "--epochs", "1 update (--epochs 0.1)"),
+     ((0.001, None, 10, 8), 1, "--epochs", "1 update (--epochs 0.001)"),
+     ((0.5, None, 101, 1), 50, "--epochs", "50 updates (--epochs 0.5)")],
 )  # fmt: skip
-def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, batch_size, expected):
-    assert run_length(epochs, max_steps, size, batch_size)[0] == expected
+def test_length_is_whole_updates_of_the_shorter_limit_and_says_which_flag_ends_it(limits, steps, flag, text):
+    assert run_length(*limits) == (steps, flag, text)
 
 
 @pytest.mark.parametrize(
-    ("limits", "flag", "text"),
-    [((2, None, 100, 10), "--epochs", "20 updates (--epochs 2)"),
-     ((2, 7, 100, 10), "--max_steps", "7 updates (--max_steps 7; --epochs 2 would make 20)"),
-     ((2, 20, 100, 10), "--epochs", "20 updates (--epochs 2)"),
-     ((2, 1000, 100, 10), "--epochs", "20 updates (--epochs 2, which ends the run before --max_steps 1000)"),
-     ((1e9, 1, 100, 10), "--max_steps", "1 update (--max_steps 1)"),
-     ((2, None, 100, 10, 90.0), "--epochs", "20 updates (--epochs 2; at most 90 minutes by --max_minutes)")],
-)  # fmt: skip
-def test_a_run_says_which_flag_ends_it(limits, flag, text):
-    assert run_length(*limits)[1:] == (flag, text)
-
-
-def test_the_time_left_is_that_of_the_limit_that_comes_first():
-    def left(max_seconds_left: float) -> str:
-        stream, progress = io.StringIO(), Progress(4, 16, 10**12)
+    ("max_seconds_left", "last_step", "left"),
+    [(90.0, 10**12, "1:30"), (-5.0, 10**12, "0:00"), (math.inf, 1, "0:00"), (math.inf, 10**12, "d")],
+)
+def test_the_time_left_is_that_of_the_limit_that_comes_first_in_lines_and_bar(max_seconds_left, last_step, left):
+    for stream in (io.StringIO(), Terminal()):
+        progress = Progress(4, 16, 10**12)
         display = ProgressDisplay(progress, True, stream, max_seconds_left=lambda: max_seconds_left)
         progress.advance()
+        progress.last_step = last_step
+        display.update()
         display.log({"loss": 1.0})
-        return stream.getvalue().split()[-1]
-
-    assert left(90.0) == "1:30" and left(-5.0) == "0:00"
-    assert "d" in left(float("inf")), "so many updates take days"
-
-
-def test_a_run_whose_last_update_is_made_has_no_time_left():
-    stream, progress = io.StringIO(), Progress(4, 16, 10**12)
-    display = ProgressDisplay(progress, True, stream)
-    progress.advance()
-    progress.last_step = 1
-    display.log({"loss": 1.0})
-    assert stream.getvalue().split()[-1] == "0:00"
-
-
-def test_the_bar_of_a_terminal_shows_the_same_time_left():
-    stream, progress = Terminal(), Progress(4, 16, 10**12)
-    display = ProgressDisplay(progress, True, stream, max_seconds_left=lambda: 90.0)
-    progress.advance()
-    display.update()
-    display.log({"loss": 1.0})
-    assert "1:30 left" in stream.getvalue()
+        row = next(line for line in stream.getvalue().splitlines() if "1.000" in line)
+        assert left in row.split()[-1]
+    assert re.search(rf"{left}\S* left", stream.getvalue()), "the bar"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +66,10 @@ def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
     stream.isatty = lambda: isatty
     display = ProgressDisplay(progress, True, stream)
 
+    attempts = []
+
     def gone(text):
+        attempts.append(text)
         raise BrokenPipeError(32, "Broken pipe")
 
     stream.write = gone
@@ -92,3 +79,4 @@ def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
     display.close()
     monkeypatch.setattr("sys.stderr", stream)
     say("stopped: nobody reads this")
+    assert "stopped: nobody reads this" in "".join(attempts) and "1.000" in "".join(attempts)

@@ -11,26 +11,26 @@ LINE = {"loss": 0.5, "recon_loss": 0.25, "codes_used": 7, "samples_per_second": 
         "bad_samples": 0, "data_seconds": 0.1, "peak_host_memory_gb": 0.5}  # fmt: skip
 
 
-def test_a_fault_becomes_a_column_and_takes_the_place_of_the_least_important_one():
-    table = MetricsTable(1400, COLUMNS, 100)
-    assert len(list(table.lines(1, LINE, 8.0))) == 2
-    heading, row = table.lines(2, {**LINE, "skipped_updates": 3, "bad_samples": 1}, 8.0)
-    assert heading.split()[-2:] == ["skipped_updates", "bad_samples"] and row.split()[-2:] == ["3", "1"]
-    assert len(heading) == len(row) <= 100 and "recon_loss" in heading and "discr_loss" not in heading
-    assert len(list(table.lines(3, {**LINE, "skipped_updates": 3, "bad_samples": 2}, 8.0))) == 1
+def test_rows_keep_their_columns_within_the_width_and_hide_no_fault():
+    table = MetricsTable(1400, COLUMNS, 80)
+    heading, row = table.lines(1, LINE, 8.0)
+    assert len(heading) == len(row) <= 80 and "recon_loss" in heading and "discr_loss" not in heading
+    assert row.split() == ["update", "1/1400", "0.5000", "0.2500", "7", "54.32", "0:08"]
+    (faulty,) = table.lines(2, {**LINE, "skipped_updates": 3, "bad_samples": 1}, 8.0)
+    assert faulty == row.replace("   1/", "   2/") + "  skipped_updates 3  bad_samples 1"
+    assert [len(list(table.lines(step, LINE, 8.0))) for step in range(3, 23)] == [1] * 18 + [2, 1]
 
 
-def test_a_validation_is_a_line_of_its_own_with_what_changed():
-    table = MetricsTable(1400, COLUMNS, 100)
-    first = {"valid/loss": 0.0512, "valid/psnr": 20.5, "valid/ema/psnr": 19.0, "valid/ema/loss": 0.06}
-    first["valid/ssim"] = 0.7
-    (line,) = table.lines(250, {**first, "bad_samples": 0, "samples_per_second": 9.0}, 8.0)
+def test_a_validation_is_a_line_of_its_own_in_which_the_last_values_have_no_room():
+    table = MetricsTable(1400, COLUMNS, 60)
+    values = {"valid/loss": 0.0512, "valid/psnr": 20.5, "valid/ema/psnr": 19.0, "valid/ema/loss": 0.06}
+    (line,) = table.lines(250, {**values, "valid/ssim": 0.7, "bad_samples": 0, "samples_per_second": 9.0}, 8.0)
     assert line.split() == ["valid", "250/1400", "psnr", "20.50", "ema/psnr", "19.00", "loss", "0.05120"]
-    second = {**first, "valid/psnr": 22.25, "valid/loss": 0.0412, "valid_whole/psnr": 22.0}
-    _, _, line, whole = table.lines(500, {**LINE, **second}, 8.0)
-    told = ["psnr", "22.25", "(+1.75)", "ema/psnr", "19.00", "(+0.00)", "loss", "0.04120", "(-0.01000)"]
-    assert line.split() == ["valid", "500/1400", *told]
+    *_, line, whole = MetricsTable(1400, COLUMNS, 45).lines(500, {**LINE, **values, "valid_whole/psnr": 22.0}, 8.0)
+    assert line.split()[2:] == ["psnr", "20.50", "ema/psnr", "19.00"]
     assert whole.split() == ["whole", "500/1400", "psnr", "22.00"]
+    (line,) = MetricsTable(9, ("codes_used",), 100).lines(1, {"valid/loss": 0.5, "valid/ema/loss": 0.25}, None)
+    assert line.split()[2:] == ["loss", "0.5000", "ema/loss", "0.2500"]
 
 
 @pytest.mark.parametrize(
