@@ -31,14 +31,18 @@ def with_length(file: RandomAccessFile) -> FileWindow:
     # The sample rate, the number of channels and the bits of a sample.
     format_bits = int.from_bytes(start[info + 10 : info + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
     header = start[: info + 10] + (format_bits | total).to_bytes(8, "big")
-    return FileWindow(_PatchedFile(file, header), 0, file.size)
+    return FileWindow(_PatchedFile(file, header))
 
 
-class _PatchedFile:
-    """A `RandomAccessFile` whose first bytes are replaced."""
+class _PatchedFile(RandomAccessFile):
+    """A file whose first bytes are replaced."""
 
     def __init__(self, file: RandomAccessFile, header: bytes) -> None:
-        self._file, self._header, self.size = file, header, file.size
+        self._file, self._header = file, header
+
+    @property
+    def size(self) -> int:
+        return self._file.size
 
     def pread(self, size: int, offset: int) -> bytes:
         replaced = self._header[offset : offset + size]
