@@ -7,7 +7,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from tandem.data.sources.files import FileWindow, RandomAccessFile
+from tandem.data.sources.files import FileWindow, RandomAccessFile, SeekableFile
 
 _MAX_START_BYTES = 1 << 20  # bytes; an ID3 tag may precede the stream
 _MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23  # bytes; a frame has at most 65535 samples of 8 channels
@@ -34,7 +34,7 @@ def with_length(file: RandomAccessFile) -> FileWindow:
     return FileWindow(_PatchedFile(file, header))
 
 
-class _PatchedFile(RandomAccessFile):
+class _PatchedFile(SeekableFile):
     """A file whose first bytes are replaced."""
 
     def __init__(self, file: RandomAccessFile, header: bytes) -> None:

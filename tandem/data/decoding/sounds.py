@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from tandem.data.sources.files import LocalFile, RandomAccessFile
+from tandem.data.sources.files import FileWindow, LocalFile, MemoryFile
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
@@ -139,7 +139,7 @@ def _open_sound(ref: FileRef) -> Iterator[Any]:
     is_local = ref.is_local_file
     try:
         with open_regular(ref.path) if is_local else open_range(ref) as file, _silenced_worker():
-            content = file if isinstance(file, RandomAccessFile) else LocalFile(file)
+            content = file if isinstance(file, FileWindow | MemoryFile) else LocalFile(file)
             if not content.size:
                 raise ValueError("the file is empty")
             # By descriptor, because file names need not be valid text.

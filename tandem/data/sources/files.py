@@ -7,7 +7,7 @@ import io
 import os
 import re
 import unicodedata
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # User and password of a URL. If no @ precedes the first slash, a colon without a port begins a password with a slash.
@@ -34,19 +34,37 @@ def match_unicode_form(path: str) -> str:
     return next(filter(os.path.lexists, (os.path.join(match_unicode_form(folder), form) for form in forms)), path)
 
 
-class RandomAccessFile(io.RawIOBase):
-    """An open file that is read at random, by `pread`, or from its position on. A subclass defines `size` and
-    `pread`."""
+class RandomAccessFile(Protocol):
+    """An open file with random access."""
+
+    @property
+    def size(self) -> int: ...
+    def pread(self, size: int, offset: int) -> bytes:
+        """At most `size` bytes from `offset`; fewer only at the end of the file. Raises OSError."""
+        ...
+
+
+class MemoryFile(io.BytesIO):
+    """A `RandomAccessFile` in memory."""
+
+    @property
+    def size(self) -> int:
+        return self.getbuffer().nbytes
+
+    def pread(self, size: int, offset: int) -> bytes:
+        return bytes(self.getbuffer()[offset : offset + size])
+
+
+class SeekableFile(io.RawIOBase):
+    """A `RandomAccessFile` that libraries read from its position on. A subclass defines `size` and `pread`."""
 
     _position = 0
 
     @property
     def size(self) -> int:
-        """Bytes."""
         raise NotImplementedError
 
     def pread(self, size: int, offset: int) -> bytes:
-        """At most `size` bytes from `offset`; fewer only at the end of the file. Raises OSError."""
         raise NotImplementedError
 
     def readable(self) -> bool:
@@ -70,7 +88,7 @@ class RandomAccessFile(io.RawIOBase):
         return len(content)
 
 
-class LocalFile(RandomAccessFile):
+class LocalFile(SeekableFile):
     """An open file of this machine."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -84,21 +102,7 @@ class LocalFile(RandomAccessFile):
         return os.pread(self._file.fileno(), size, offset)
 
 
-class MemoryFile(RandomAccessFile):
-    """A file in memory: `content` has the buffer protocol."""
-
-    def __init__(self, content: Any) -> None:
-        self._content = memoryview(content)
-
-    @property
-    def size(self) -> int:
-        return self._content.nbytes
-
-    def pread(self, size: int, offset: int) -> bytes:
-        return bytes(self._content[offset : offset + size])
-
-
-class FileWindow(RandomAccessFile):
+class FileWindow(SeekableFile):
     """Bytes offset .. offset + size - 1 of an open file; size None: to its end. `readinto` stores an error of the file
     system in `error` and returns 0, because C code that calls it cannot raise."""
 

@@ -127,7 +127,9 @@ class RecordSource(Protocol):
 
 
 @contextlib.contextmanager
-def open_range(ref: FileRef, is_part: bool | None = None, ahead: int | None = None) -> Iterator[FileWindow]:
+def open_range(
+    ref: FileRef, is_part: bool | None = None, ahead: int | None = None
+) -> Iterator[FileWindow | MemoryFile]:
     """Open what a `FileRef` refers to, on this machine, on a server or in memory, for random access.
 
     Args:
@@ -139,11 +141,12 @@ def open_range(ref: FileRef, is_part: bool | None = None, ahead: int | None = No
     Raises OSError, and ValueError, in one line, if it is a pipe or a device. At the end of the context it raises an
     error of the file system that C code took for the end of the file.
     """
+    if ref.content is not None:
+        yield MemoryFile(ref.content)
+        return
     with contextlib.ExitStack() as stack:
         file: RandomAccessFile
-        if ref.content is not None:
-            file = MemoryFile(ref.content)
-        elif is_url(ref.path):
+        if is_url(ref.path):
             from .remote import open_remote
 
             size = sys.maxsize if ref.size is None else ref.size

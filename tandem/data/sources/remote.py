@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from tandem.io.installed import missing_package
 
 from .cache import ShardCache
-from .files import CREDENTIALS, SCHEME, LocalFile, RandomAccessFile, redact
+from .files import CREDENTIALS, SCHEME, LocalFile, RandomAccessFile, SeekableFile, redact
 
 _PIECE = 16 << 20  # bytes of the longest request
 _READ_AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
@@ -85,7 +85,7 @@ def list_addresses(pattern: str) -> list[str]:
     return [*addresses]
 
 
-class RemoteFile(RandomAccessFile):
+class RemoteFile(SeekableFile):
     """A file on a server; each process requests `size` once.
 
     Args:

@@ -282,7 +282,7 @@ class _ParquetFile:
         import pyarrow.parquet as pq
 
         self._path = path
-        with open_range(FileRef(path), is_part=False) as file:
+        with _open_for_pyarrow(path, is_part=False) as file:
             self._metadata = pq.read_metadata(file)
         self.schema = self._metadata.schema.to_arrow_schema()
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
@@ -301,7 +301,7 @@ class _ParquetFile:
         import pyarrow.parquet as pq
 
         options = {"metadata": self._metadata, "read_dictionary": self._dictionary_columns}
-        with open_range(FileRef(self._path), is_part=True) as raw, pq.ParquetFile(raw, **options) as file:
+        with _open_for_pyarrow(self._path, is_part=True) as raw, pq.ParquetFile(raw, **options) as file:
             return file.read_row_group(number, columns=[*columns], use_threads=False)
 
 
@@ -315,6 +315,12 @@ def _open_table(path: str) -> _ArrowFile | _ParquetFile:
             if reason := other_kind(FileRef(path).read(LONGEST_BEGINNING)):
                 raise ValueError(reason) from None
             raise
+
+
+def _open_for_pyarrow(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
+    """A file at an address, see `open_range` for `is_part`; or the path, which pyarrow reads several times faster by
+    itself."""
+    return open_range(FileRef(path), is_part) if is_url(path) else contextlib.nullcontext(path)
 
 
 @contextlib.contextmanager
