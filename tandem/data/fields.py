@@ -21,8 +21,7 @@ from tandem.data.sources.user_dataset import ITEM
 from tandem.hashing import Draws, derive_key
 
 from .bad_samples import BadDatasetItem
-from .decoding import sounds, videos
-from .sources import user_dataset
+from .decoding import items, sounds, videos
 from .tokenizers import Tokenizer
 
 TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
@@ -75,10 +74,10 @@ class ImageField(Field):
         if self.channels not in (3, 4):
             raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
 
-    _columns: ClassVar = (*user_dataset.IMAGE_NAMES, "jpg", "jpeg", "png", "webp")
+    _columns: ClassVar = (*items.IMAGE_NAMES, "jpg", "jpeg", "png", "webp")
     spec: ClassVar[FieldSpec] = FieldSpec("image", "image", IMAGE_ENDINGS, _columns, feature="Image")
 
-    from_item = staticmethod(user_dataset.image_of)
+    from_item = staticmethod(items.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         options: dict[str, Any] = {"cut": self.crop.cut(epoch, index)} if augment else {"resize": self.resize}
@@ -121,14 +120,14 @@ class ClipField(Field):
         content = self.content(record)
         if isinstance(content, FileRef):
             clip = self.clips.load(content, index, epoch, augment)
-        elif isinstance(content, user_dataset.Video):
+        elif isinstance(content, items.Video):
             clip = self._make_clip(content, index, epoch, augment)
         else:
             clip = self._draw_clip(content)
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
-    from_item = staticmethod(user_dataset.video_of)
+    from_item = staticmethod(items.video_of)
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video, see `ClipDecoder.frames`; of a demonstration, which is endless, those of a clip."""
@@ -145,14 +144,14 @@ class ClipField(Field):
     def _draw_clip(self, draw: Callable[..., Tensor]) -> Tensor:
         return draw(self.clips.image_size, self.clips.num_frames, self._frames_per_step)
 
-    def _make_clip(self, video: user_dataset.Video, index: int, epoch: int, augment: bool) -> Tensor:
+    def _make_clip(self, video: items.Video, index: int, epoch: int, augment: bool) -> Tensor:
         fraction = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
         pictures = [video.picture(number) for number in self._frame_numbers(video, fraction)]
         size, cut = self.clips.image_size, self.clips.crop.cut(epoch, index) if augment else None
         frames = (decode_picture(picture, size, 3, cut=cut) for picture in pictures)
         return self.clips.to_clip([frame.permute(1, 2, 0).numpy() for frame in frames])
 
-    def _frame_numbers(self, video: user_dataset.Video, fraction: float) -> list[int]:
+    def _frame_numbers(self, video: items.Video, fraction: float) -> list[int]:
         """The frame numbers of a clip; fewer than num_frames if the video has no more."""
         n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
         count = min(self.clips.num_frames, math.ceil(n / step))
@@ -184,7 +183,7 @@ class SoundField(Field):
             return {"waveforms": self.clips.spread(content, self.max_clips)}
         return {"waveforms": self.clips.load(content, index, epoch, augment)}
 
-    from_item = staticmethod(user_dataset.sound_of)
+    from_item = staticmethod(items.sound_of)
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class TextsField(Field):
 
     spec: ClassVar[FieldSpec] = TEXTS
 
-    from_item = staticmethod(user_dataset.texts_of)
+    from_item = staticmethod(items.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(self.content(record))
@@ -216,7 +215,7 @@ class CaptionsField(Field):
     """ "captions": those of a sound, an empty list if they cannot be read."""
 
     spec: ClassVar[FieldSpec] = TEXTS
-    from_item = staticmethod(user_dataset.texts_of)
+    from_item = staticmethod(items.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         try:
@@ -242,7 +241,7 @@ class CaptionField(Field):
             caption = next(iter(texts_of_row(caption or {}).captions), "")
         return {"captions": caption, **({"tokens": self.tokenize([caption])[0]} if self.tokenize else {})}
 
-    from_item = staticmethod(user_dataset.caption_of)
+    from_item = staticmethod(items.caption_of)
 
 
 def texts_of(content: Any) -> Texts:
@@ -282,7 +281,27 @@ class SampleDataset:
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
 
-class ConcatSamples(SampleDataset):
+class SampleView(SampleDataset):
+    """Samples of other sets. A subclass defines `locate`."""
+
+    def locate(self, index: int) -> tuple[SampleDataset, int]:
+        """The set of a sample, and its index there."""
+        raise NotImplementedError
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        samples, index = self.locate(index)
+        return samples.load(index, epoch, augment)
+
+    def describe(self, index: int) -> str:
+        samples, index = self.locate(index)
+        return samples.describe(index)
+
+    def name(self, index: int) -> str:
+        samples, index = self.locate(index)
+        return samples.name(index)
+
+
+class ConcatSamples(SampleView):
     """The samples of two sets as one: those of `first`, then those of `second`."""
 
     def __init__(self, first: SampleDataset, second: SampleDataset) -> None:
@@ -293,18 +312,6 @@ class ConcatSamples(SampleDataset):
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
 
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        samples, index = self._locate(index)
-        return samples.load(index, epoch, augment)
-
-    def describe(self, index: int) -> str:
-        samples, index = self._locate(index)
-        return samples.describe(index)
-
-    def name(self, index: int) -> str:
-        samples, index = self._locate(index)
-        return samples.name(index)
-
-    def _locate(self, index: int) -> tuple[SampleDataset, int]:
+    def locate(self, index: int) -> tuple[SampleDataset, int]:
         n = len(self.first)
         return (self.first, index) if index < n else (self.second, index - n)

@@ -14,11 +14,11 @@ from tandem.data.sources.files import is_url
 from tandem.data.sources.user_dataset import data_of
 
 from .feed import make_split
-from .fields import ConcatSamples, SampleDataset
+from .fields import ConcatSamples, SampleDataset, SampleView
 from .sets import image_opener, video_opener
 
 
-class SampleSubset(SampleDataset):
+class SampleSubset(SampleView):
     """Some samples of a set, by their indices."""
 
     def __init__(self, samples: SampleDataset, indices: Iterable[int]) -> None:
@@ -29,14 +29,8 @@ class SampleSubset(SampleDataset):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        return self._samples.load(self._indices[index], epoch, augment)
-
-    def describe(self, index: int) -> str:
-        return self._samples.describe(self._indices[index])
-
-    def name(self, index: int) -> str:
-        return self._samples.name(self._indices[index])
+    def locate(self, index: int) -> tuple[SampleDataset, int]:
+        return self._samples, self._indices[index]
 
 
 class DataSplit(NamedTuple):

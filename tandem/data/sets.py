@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tandem.data.decoding.images import CENTER, Crop
 from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
-from tandem.data.sources.embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from tandem.data.sources.opening import open_source
 from tandem.data.sources.record import FieldSpec, RecordSource
 from tandem.data.sources.user_dataset import DatasetSpec, UserDatasetSource, data_of
 
 from .decoding import sounds, videos
+from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import TrainingData
 from .fields import (
     CaptionField,

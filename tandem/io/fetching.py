@@ -7,7 +7,6 @@ sends before it checks the checksum.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import sys
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 
 from .installed import missing_package
 from .reading import printable
-from .writing import create, open_appending, replacing, say
+from .writing import create, open_appending, replacing, say, wait_for_lock
 
 MIRROR = "TANDEM_WEIGHTS_MIRROR"  # environment variable: the address of a folder with the files under their names
 
@@ -165,7 +164,7 @@ def _fetch_once(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # released even if the process is killed
-            has_waited = _lock_file(lock.fileno(), heartbeat)
+            has_waited = wait_for_lock(lock, heartbeat)
             if file := find():
                 return file
             if has_waited and (reason := os.pread(lock.fileno(), _LONGEST_REASON, 0)):
@@ -184,20 +183,6 @@ def _fetch_once(
     file = find()
     assert file
     return file
-
-
-def _lock_file(lock: int, heartbeat: Callable[[], None]) -> bool:
-    """Lock a file; returns whether another process held the lock."""
-    has_waited = False
-    while True:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            has_waited = True
-            heartbeat()
-            time.sleep(0.1)
-        else:
-            return has_waited
 
 
 def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:

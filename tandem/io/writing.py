@@ -131,6 +131,20 @@ def _try_lock(file: BinaryIO) -> bool:
     return True
 
 
+def wait_for_lock(file: BinaryIO, heartbeat: Callable[[], None] = lambda: None, byte: int | None = None) -> bool:
+    """Lock a file, or one byte of it, until the file is closed; returns whether another process held the lock. It is
+    polled, because a blocking call would look like one that hangs. Raises OSError on a file system without locks."""
+    part, has_waited = () if byte is None else (1, byte), False
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, *part)
+            return has_waited
+        except (BlockingIOError, PermissionError):
+            has_waited = True
+            heartbeat()
+            time.sleep(0.1)
+
+
 def other_holder(path: Path, ours: BinaryIO) -> str | None:
     """The holder of the lock file `path`, in words, if it is not `ours`, which this process holds; else None, also if
     the lock file was deleted."""

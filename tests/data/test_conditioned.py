@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tandem.data.bad_samples import SampleIncomplete
+from tandem.data.embeddings import IMAGE, TEXT
 from tandem.data.fields import SampleDataset
 from tandem.data.sets import open_conditioned, widths_of
-from tandem.data.sources.embeddings import IMAGE, TEXT
 from tests.data.conditions import (
     TEXT_WIDTH,
     TOKENS,

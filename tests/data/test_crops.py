@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.stats import ks_2samp
 from torchvision.transforms import RandomResizedCrop
 
 from tandem.data.decoding.images import Crop, Square, decode_image
@@ -18,16 +18,8 @@ from tandem.hashing import Draws
 from tests.data.decoding.films import write_video
 
 N = 4000
-# Two samples of N draws from one distribution are farther apart once in 10,000 times (Kolmogorov-Smirnov).
-FAR = 2.23 * math.sqrt(2 / N)
+ONCE = 1e-4  # how often two samples of N draws from one distribution may be farther apart (Kolmogorov-Smirnov)
 CASES = [(300, 200, (0.5, 0.6)), (300, 200, (0.08, 1.0)), (150, 600, (0.08, 1.0)), (1000, 100, (0.08, 1.0))]
-
-
-def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference of two empirical distribution functions."""
-    values = np.concatenate([ours, theirs])
-    functions = (np.searchsorted(np.sort(sample), values, side="right") / len(sample) for sample in (ours, theirs))
-    return float(np.abs(np.subtract(*functions)).max())
 
 
 def regions(crop: Crop, width: int, height: int) -> np.ndarray:
@@ -43,9 +35,9 @@ def test_regions_are_distributed_as_those_of_torchvision(width, height, area):
     drawn = [RandomResizedCrop.get_params(picture, list(area), [3 / 4, 4 / 3]) for _ in range(N)]
     theirs = np.array([(left, top, across, down) for top, left, down, across in drawn])
     for column in range(4):
-        assert distance(ours[:, column], theirs[:, column]) < FAR, column
+        assert ks_2samp(ours[:, column], theirs[:, column]).pvalue > ONCE, column
     for measured in (lambda r: r[:, 2] * r[:, 3], lambda r: r[:, 2] / r[:, 3]):
-        assert distance(measured(ours), measured(theirs)) < FAR
+        assert ks_2samp(measured(ours), measured(theirs)).pvalue > ONCE
 
 
 def test_regions_reach_every_edge_of_the_picture():

@@ -15,9 +15,9 @@ from PIL import Image
 
 from tandem.data.bad_samples import BadDatasetItem
 from tandem.data.decoding.images import FORMATS
+from tandem.data.embeddings import KINDS
 from tandem.data.fields import TEXTS, texts_of
 from tandem.data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
-from tandem.data.sources.embeddings import KINDS
 from tandem.data.sources.record import FileRef
 from tandem.data.sources.user_dataset import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer

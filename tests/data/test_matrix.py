@@ -15,6 +15,7 @@ from PIL import Image
 
 from tandem.data.bad_samples import SampleIncomplete
 from tandem.data.decoding import sounds, videos
+from tandem.data.embeddings import IMAGE, TEXT, EmbeddingField
 from tandem.data.fields import (
     CaptionField,
     CaptionsField,
@@ -26,7 +27,6 @@ from tandem.data.fields import (
     TextsField,
 )
 from tandem.data.sets import open_records
-from tandem.data.sources.embeddings import IMAGE, TEXT, EmbeddingField
 from tandem.data.sources.user_dataset import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.source_table import FILES, Record, encoded, gif, npy, wav

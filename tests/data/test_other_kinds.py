@@ -30,6 +30,11 @@ KINDS = {
     "zstd": (b"\x28\xb5\x2f\xfd" + TABLE, "a compressed file; unpack it"),
     "zip": (b"PK\3\4" + bytes(60), "a compressed file; unpack it"),
 }
+UTF_16 = {  # with and without a mark of the byte order
+    encoding: (TABLE.decode().encode(encoding), "it is UTF-16 text; save it as UTF-8")
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+}
+TEXT_ENDINGS = (".csv", ".tsv", ".jsonl", ".txt", ".caption.txt", ".yaml")
 
 
 def opened(path: Path) -> Any:
@@ -53,20 +58,10 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("ending", READERS)
 def test_what_stands_in_the_place_of_a_file_is_named_with_what_to_do(ending: str, tmp_path: Path) -> None:
-    for kind, (content, words) in KINDS.items():
+    for kind, (content, words) in {**KINDS, **(UTF_16 if ending in TEXT_ENDINGS else {})}.items():
         path = tmp_path / f"{kind}{ending}"
         path.write_bytes(content)
         assert words in one_line(READERS[ending], path), kind
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".txt", ".caption.txt", ".yaml"])
-def test_text_of_utf_16_is_named_with_and_without_a_mark_of_the_byte_order(
-    ending: str, encoding: str, tmp_path: Path
-) -> None:
-    path = tmp_path / f"a{ending}"
-    path.write_bytes(TABLE.decode().encode(encoding))
-    assert "it is UTF-16 text; save it as UTF-8" in one_line(READERS[ending], path)
 
 
 def test_captions_that_only_look_alike_are_captions(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""The streams of batches: the same samples for every number of ranks and workers, from every start."""
+"""The streams of batches: the same samples for every number of ranks and workers, from every start; and the list of bad
+samples."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tandem.data.bad_samples import BadSample, BadSampleLog
 from tandem.data.fields import SampleDataset
 from tandem.data.sampling.stream import ValidationStream
 from tandem.data.sets import open_images
@@ -77,3 +79,31 @@ def test_validation_can_be_repeated_with_the_same_workers(intact):
     assert_same(list(batches), list(batches))
     next(iter(batches))  # given up after one batch
     assert len(list(batches)) == len(batches) == 4
+
+
+# Samples that cannot be read.
+
+
+def bad(n: int) -> list[BadSample]:
+    return [BadSample(i, f"photos/{i}.jpg", "truncated") for i in range(n)]
+
+
+@pytest.mark.parametrize("n_samples, tolerated", [(5, 1), (11, 2), (120, 10), (1000, 10), (10_000, 100)])
+def test_too_many_is_over_one_percent_and_over_ten_files_or_a_tenth_of_a_small_set(n_samples, tolerated):
+    log = BadSampleLog(n_samples)
+    log.add(bad(tolerated))
+    log.check()
+    log.add(bad(tolerated + 1))
+    assert one_line(log.check).startswith(f"{tolerated + 1} of {n_samples} samples could not be read")
+
+
+def test_incomplete_samples_are_counted_once_take_a_bit_each_and_are_never_too_many():
+    log, restored = BadSampleLog(100), BadSampleLog(100)
+    incomplete = [BadSample(i, f"{i}.jpg", "no embedding", is_incomplete=True) for i in range(60)]
+    assert log.add([*bad(2), *incomplete[10:], *incomplete[10:20]]) == [*bad(2), *incomplete[10:]]
+    log.check()
+    assert log.state_dict()["incomplete"].nbytes == 13
+    restored.load_state_dict(log.state_dict())
+    for known in (log, restored):
+        assert (known.count, known.count_incomplete) == (2, 50)
+        assert known.add([*bad(2), *incomplete]) == incomplete[2:10], "the first two are known to be bad"

@@ -21,24 +21,11 @@ from tandem.io.exits import CannotGoOn
 from tests.data.helpers import ROOT, stream
 
 
-class ThreadCounts:
-    """Images whose pixels are the number of threads of the process that made them."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, torch.Tensor]:
-        return {"images": torch.full((3, 2, 2), torch.get_num_threads(), dtype=torch.uint8)}
-
-    def describe(self, index: int) -> str:
-        return str(index)
-
-
 def test_worker_computes_on_one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert (next(iter(stream(ThreadCounts(), 4, num_workers=1)))["images"] == 1).all()
+        assert list(Loader(lambda _: torch.get_num_threads(), range(2), num_workers=1)) == [1, 1]
     finally:
         torch.set_num_threads(threads)
 
@@ -59,15 +46,22 @@ def test_signals_to_workers_change_nothing(name):
     assert all(worker.is_alive() for worker in workers)
 
 
-def test_a_worker_that_was_killed_between_two_passes_is_one_line():
+@pytest.mark.parametrize("is_sending", [False, True], ids=["between two passes", "while it sends"])
+def test_a_worker_that_was_killed_is_one_line(is_sending):
     others = set(multiprocessing.active_children())
-    loader = Loader(abs, range(4), num_workers=1, keep_workers=True)
-    assert list(loader) == [0, 1, 2, 3]
+    loader = Loader(torch.zeros, [(1 << 22 if is_sending else 2,)] * 4, num_workers=1, keep_workers=True)
+    results = iter(loader)
+    if is_sending:
+        reader = loader._loader._iterator._worker_result_queue._reader
+        while int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder) <= 4:
+            pass  # its length comes first
+    else:
+        assert len(list(results)) == 4
     (worker,) = set(multiprocessing.active_children()) - others
     worker.kill()
     worker.join()
     with pytest.raises(CannotGoOn, match="a loader process was killed") as killed:
-        list(loader)
+        list(results if is_sending else loader)
     assert "--num_workers" in str(killed.value) and "--batch_size" not in str(killed.value), "which a run cannot change"
 
 
@@ -170,57 +164,27 @@ def test_a_pass_leaves_no_file_open_though_nobody_looks_for_garbage():
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_a_worker_that_was_killed_while_it_sends_is_one_line():
-    others = set(multiprocessing.active_children())
-    loader = Loader(torch.zeros, [(1 << 22,)] * 4, num_workers=1, keep_workers=True)
-    results = iter(loader)
-    reader = loader._loader._iterator._worker_result_queue._reader
-    while int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder) <= 4:  # its length comes first
-        pass
-    (worker,) = set(multiprocessing.active_children()) - others
-    worker.kill()
-    worker.join()
-    with pytest.raises(CannotGoOn, match="a loader process was killed"):
-        list(results)
-
-
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [
-        (errno.ENOSPC, "/dev/shm, the shared memory, is full"),
-        (errno.EMFILE, "ulimit -n"),
-        (errno.EAGAIN, "ulimit -u"),
-        (errno.EACCES, "is there and writable"),
-    ],
-    ids=["ENOSPC", "EMFILE", "EAGAIN", "EACCES"],
-)
+@pytest.mark.parametrize(("number", "call", "n_good", "reason"), [
+    (errno.ENOSPC, "pipe", 0, "/dev/shm, the shared memory, is full"), (errno.EMFILE, "pipe", 0, "ulimit -n"),
+    (errno.EAGAIN, "fork", 0, "ulimit -u"), (errno.EACCES, "pipe", 0, "is there and writable"),
+    (errno.EMFILE, "fork", 1, "too many files are open"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("error")  # of what an object that was not made prints when it is deleted
-def test_workers_that_cannot_be_started_are_one_line(number, reason, monkeypatch):
-    def fail(*args):
-        raise OSError(number, os.strerror(number))
+def test_workers_of_which_some_or_all_cannot_be_started_are_one_line_and_end(number, call, n_good, reason, monkeypatch):
+    before, real, made = set(multiprocessing.active_children()), getattr(os, call), []
 
-    monkeypatch.setattr(os, "fork" if number == errno.EAGAIN else "pipe", fail)
-    results = iter(Loader(abs, range(4), num_workers=1))
+    def fail(*args):
+        if len(made) == n_good:
+            raise OSError(number, os.strerror(number))
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(os, call, fail)
+    results = iter(Loader(abs, range(4), num_workers=2))
     with pytest.raises(CannotGoOn, match=f"cannot be started: .*{reason}.*--num_workers 0"):
         next(results)
-
-
-@pytest.mark.filterwarnings("error")
-def test_workers_of_which_only_the_first_can_be_started_are_one_line_and_end(monkeypatch):
-    before, fork, pids = set(multiprocessing.active_children()), os.fork, list[int]()
-
-    def fork_once():
-        if pids:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        pids.append(fork())
-        return pids[0]
-
-    monkeypatch.setattr(os, "fork", fork_once)
-    results = iter(Loader(abs, range(4), num_workers=2))
-    with pytest.raises(CannotGoOn, match="cannot be started: too many files are open"):
-        next(results)
     del results
-    assert pids and set(multiprocessing.active_children()) == before
+    assert len(made) == n_good and set(multiprocessing.active_children()) == before
 
 
 HANGS = f"""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import multiprocessing
 import os
 import random
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from huggingface_hub import constants
 from tandem.io import fetching
 from tandem.io.fetching import MIRROR, Published, fetch_file, fetch_from_hub
 from tests import hub_server
+from tests.data.helpers import in_processes
 from tests.fault_proxy import Proxy, proxy_before
 from tests.file_servers import http_server
 from tests.models.helpers import refused
 
 CONTENT = random.Random(0).randbytes(3_000_000)  # several blocks
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +54,6 @@ def cache(home: Path) -> Path:
 def visible(home: Path) -> list[str]:
     """What the cache holds, beside its empty lock files."""
     return sorted(name for name in os.listdir(cache(home)) if not name.endswith(".lock"))
-
-
-def processes(count: int, call: Callable[[], Any]) -> list[Any]:
-    """Starts a call in other processes, which print nothing and end with 3 if it is refused."""
-
-    def work() -> None:
-        try:
-            call()
-        except ValueError:
-            os._exit(3)
-
-    started = [FORK.Process(target=work) for _ in range(count)]
-    for process in started:
-        process.start()
-    return started
-
-
-def exit_codes(started: list[Any]) -> list[int]:
-    for process in started:
-        process.join(60)
-    return [process.exitcode for process in started]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_file_is_fetched_once_and_a_line_says_from_where_to_where_and_how_large(
@@ -127,9 +97,10 @@ def test_four_processes_at_once_make_one_request_and_two_machines_two(
     file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.always = "slow"
-    assert exit_codes(processes(4, lambda: fetch_file(file))) == [0] * 4 and len(server.requests) == 1
+    names = in_processes(4, lambda _: fetch_file(file).name)
+    assert names == ["ours.pth"] * 4 and len(server.requests) == 1
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "other"))
-    assert exit_codes(processes(4, lambda: fetch_file(file))) == [0] * 4 and len(server.requests) == 2
+    assert in_processes(4, lambda _: fetch_file(file).name) == names and len(server.requests) == 2
     assert visible(tmp_path) == visible(tmp_path / "other") == ["ours.pth"]
 
 
@@ -138,45 +109,33 @@ def test_processes_that_wait_fail_with_the_one_that_tried_and_the_next_one_tries
 ) -> None:
     server.faults, server.slow_seconds = ["slow"], 2
     wrong = Published(**{**vars(file), "sha256": "0" * 64})
-    assert exit_codes(processes(3, lambda: fetch_file(wrong))) == [3] * 3 and len(server.requests) == 1
+    assert in_processes(3, lambda _: refused(fetch_file, wrong)) == [refused(fetch_file, wrong)] * 3
+    assert len(server.requests) == 2
     assert fetch_file(file).read_bytes() == CONTENT
 
 
-def test_another_process_goes_on_where_one_was_killed_and_its_half_file_is_gone(
+def test_a_process_that_waits_shows_that_it_is_alive_and_goes_on_where_the_other_was_killed(
     file: Published, server: Proxy, tmp_path: Path
 ) -> None:
-    server.faults = ["slow"]
-    server.slow_seconds = 60.0
-    (first,) = processes(1, lambda: fetch_file(file))
-    wait_until(lambda: bool(server.requests))
-    second = processes(1, lambda: fetch_file(file))
-    time.sleep(0.3)
-    assert second[0].is_alive() and len(server.requests) == 1 and visible(tmp_path) == [".ours.pth.tmp"]
-    os.kill(first.pid, signal.SIGKILL)
-    assert exit_codes(second) == [0] and visible(tmp_path) == ["ours.pth"]
-
-
-def test_a_process_that_waits_shows_that_it_is_alive(file: Published, server: Proxy, tmp_path: Path) -> None:
     class Seen(Exception):
         pass
 
-    def mark() -> None:
+    def heartbeat() -> None:
         raise Seen
 
-    cache(tmp_path).mkdir(parents=True)
-
-    def hold() -> None:
-        with open(cache(tmp_path) / ".ours.pth.lock", "wb") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            (tmp_path / "held").touch()
-            time.sleep(60)
-
-    (holder,) = processes(1, hold)
-    wait_until((tmp_path / "held").exists)
+    server.faults = ["slow"]
+    server.slow_seconds = 60.0
+    first = multiprocessing.get_context("fork").Process(target=fetch_file, args=(file,))
+    first.start()
+    deadline = time.monotonic() + 30
+    while not server.requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with pytest.raises(Seen):
-        fetch_file(file, mark)
-    assert holder.is_alive() and not server.requests
-    holder.kill()
+        fetch_file(file, heartbeat)
+    assert len(server.requests) == 1 and visible(tmp_path) == [".ours.pth.tmp"]
+    fetch_file(file, first.kill)
+    assert visible(tmp_path) == ["ours.pth"]
 
 
 def test_offline_nothing_is_asked_and_the_line_says_what_is_published_where(
@@ -224,7 +183,7 @@ def of_bob(name: str = "weights.bin") -> Path:
 def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_request(
     hub: hub_server.Hub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert exit_codes(processes(4, of_bob)) == [0] * 4 and len(hub.downloads("weights.bin")) == 1
+    assert in_processes(4, lambda _: of_bob().name) == ["weights.bin"] * 4 and len(hub.downloads("weights.bin")) == 1
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and all(text in said for text in ("weights of Bob (3 MB)", hub.endpoint))
     hub.requests.clear()

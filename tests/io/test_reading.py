@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,14 +24,7 @@ from tandem.io.reading import (
     read_yaml,
     text_lines,
 )
-
-
-def complaint(read: Callable[[Path], Any], path: Path) -> str:
-    with pytest.raises(ValueError) as raised:
-        read(path)
-    text = str(raised.value)
-    assert text and "\n" not in text
-    return text
+from tests.data.helpers import one_line
 
 
 @pytest.mark.parametrize("read", [open_regular, check_regular, read_json, read_yaml, compose_yaml])
@@ -41,7 +32,7 @@ def test_a_pipe_a_device_and_a_link_to_one_are_refused_and_a_folder_is_said_to_b
     os.mkfifo(tmp_path / "pipe")  # nobody writes to it: an ordinary open() would wait for ever
     (tmp_path / "link").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
-        assert complaint(read, path) == f"{path.name} is not a regular file"
+        assert one_line(read, path) == f"{path.name} is not a regular file"
     with pytest.raises(IsADirectoryError):
         read(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -52,9 +43,9 @@ def test_a_longer_file_is_refused_before_it_is_read_and_one_that_does_not_say_it
     path = tmp_path / "long.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # takes no room on the disk
-    assert complaint(read_json, path) == f"long.json is longer than {1 << 26} bytes"
-    assert complaint(read_yaml, path) == f"long.json is longer than {1 << 18} bytes"
-    assert complaint(lambda path: read_bytes(path, 10), Path("/proc/self/status")) == "status is longer than 10 bytes"
+    assert one_line(read_json, path) == f"long.json is longer than {1 << 26} bytes"
+    assert one_line(read_yaml, path) == f"long.json is longer than {1 << 18} bytes"
+    assert one_line(lambda path: read_bytes(path, 10), Path("/proc/self/status")) == "status is longer than 10 bytes"
     assert read_bytes(Path("/proc/self/status"), 1 << 20).startswith(b"Name:")
 
 
@@ -62,8 +53,8 @@ def test_marks_of_the_byte_order_are_no_part_of_a_text_wherever_they_stand(tmp_p
     """Two files of Notepad, one after the other."""
     mark = b"\xef\xbb\xbf"
     assert plain_text(mark + "é\r\n".encode() + mark + b"two") == "é\r\ntwo"
-    assert complaint(plain_text, "text".encode("utf-16")) == "it is UTF-16 text; save it as UTF-8"
-    assert complaint(plain_text, "né".encode("latin-1")) == (
+    assert one_line(plain_text, "text".encode("utf-16")) == "it is UTF-16 text; save it as UTF-8"
+    assert one_line(plain_text, "né".encode("latin-1")) == (
         "it is no UTF-8 text (unexpected end of data): save it as UTF-8"
     )
     (tmp_path / "a").write_bytes(mark + b'{"a": [1]}\r\n')
@@ -84,7 +75,7 @@ def test_lines_end_as_editors_end_them_and_at_no_other_character():
 def test_json_that_is_no_object_of_a_bounded_size_and_depth_is_refused(content, expected, tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert expected in complaint(read_json, path)
+    assert expected in one_line(read_json, path)
     assert read_json_or_empty(path) == {}
 
 
@@ -100,14 +91,14 @@ MULTIPLYING = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}
 def test_yaml_that_is_deep_endless_or_none_is_refused(read, content, expected, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert expected in complaint(read, path)
+    assert expected in one_line(read, path)
 
 
 @pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "!!timestamp x", "!!python/object/apply:os.getcwd []",
                                    "2024-99-99", "{[]: 1}"])  # fmt: skip
 def test_a_yaml_tag_that_does_not_fit_its_text_is_one_line(value, tmp_path):
     (tmp_path / "a.yaml").write_text(f"a: {value}")
-    complaint(read_yaml, tmp_path / "a.yaml")
+    one_line(read_yaml, tmp_path / "a.yaml")
 
 
 def test_what_people_and_this_program_write_as_yaml_is_read(tmp_path):
@@ -135,7 +126,7 @@ def test_a_link_that_leaves_its_folder_is_refused_and_one_that_stays_in_it_is_no
     (folder / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         check_regular(check_inside(folder / "loop", folder))
-    said = complaint(lambda path: check_inside(path, folder), folder / "outside")
+    said = one_line(lambda path: check_inside(path, folder), folder / "outside")
     assert "outside is a link that leaves the folder" in said
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.data.sources.files import redact
-from tandem.data.sources.record import FileRef, open_ref
+from tandem.data.sources.record import FileRef, open_range
 from tandem.io.reading import other_kind
 
 Array = npt.NDArray[np.float32]
@@ -74,7 +73,7 @@ def read_array_header(ref: FileRef) -> StoredArray:
 
 def _read_part(ref: FileRef, offset: int, size: int) -> tuple[bytes, int]:
     """At most `size` bytes from `offset` of a file, and the size of the file."""
-    with open_ref(ref) as file:
-        n_bytes = file.seek(0, os.SEEK_END)
-        file.seek(offset)
-        return file.read(size) or b"", n_bytes
+    with open_range(ref) as file:
+        if not file.size:
+            raise ValueError("the file is empty")
+        return file.pread(size, offset), file.size

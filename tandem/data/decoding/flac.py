@@ -7,7 +7,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from tandem.data.sources.files import FileWindow, RandomAccessFile
+from tandem.data.sources.files import FileWindow, RandomAccessFile, SeekableFile
 
 _MAX_START_BYTES = 1 << 20  # bytes; an ID3 tag may precede the stream
 _MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23  # bytes; a frame has at most 65535 samples of 8 channels
@@ -31,14 +31,18 @@ def with_length(file: RandomAccessFile) -> FileWindow:
     # The sample rate, the number of channels and the bits of a sample.
     format_bits = int.from_bytes(start[info + 10 : info + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
     header = start[: info + 10] + (format_bits | total).to_bytes(8, "big")
-    return FileWindow(_PatchedFile(file, header), 0, file.size)
+    return FileWindow(_PatchedFile(file, header))
 
 
-class _PatchedFile:
-    """A `RandomAccessFile` whose first bytes are replaced."""
+class _PatchedFile(SeekableFile):
+    """A file whose first bytes are replaced."""
 
     def __init__(self, file: RandomAccessFile, header: bytes) -> None:
-        self._file, self._header, self.size = file, header, file.size
+        self._file, self._header = file, header
+
+    @property
+    def size(self) -> int:
+        return self._file.size
 
     def pread(self, size: int, offset: int) -> bytes:
         replaced = self._header[offset : offset + size]

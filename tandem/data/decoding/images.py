@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.data.bad_samples import SampleIncomplete, report_partial_read
-from tandem.data.sources.record import FileRef, open_ref
+from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
@@ -141,7 +141,7 @@ def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -
     Raises OSError if the file cannot be opened, and what `decode_picture` raises. With Pillow's LOAD_TRUNCATED_IMAGES,
     a truncated file is decoded as far as possible; the rest is black or grey.
     """
-    with open_regular(ref.path) if ref.is_local_file else open_ref(ref) as handle:
+    with open_regular(ref.path) if ref.is_local_file else open_range(ref) as handle:
         file = io.BufferedReader(handle, _BUFFER_BYTES) if isinstance(handle, io.RawIOBase) else handle
         try:
             with _open_image(file) as image:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from tandem.data.sources.files import LocalFile
-from tandem.data.sources.record import FileRef, open_ref
+from tandem.data.sources.files import FileWindow, LocalFile, MemoryFile
+from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
@@ -138,8 +138,8 @@ def _open_sound(ref: FileRef) -> Iterator[Any]:
 
     is_local = ref.is_local_file
     try:
-        with open_regular(ref.path) if is_local else open_ref(ref) as file, _silenced_worker():
-            content = LocalFile(file.fileno()) if is_local else _SeekableFile(file)
+        with open_regular(ref.path) if is_local else open_range(ref) as file, _silenced_worker():
+            content = file if isinstance(file, FileWindow | MemoryFile) else LocalFile(file)
             if not content.size:
                 raise ValueError("the file is empty")
             # By descriptor, because file names need not be valid text.
@@ -153,22 +153,6 @@ def _open_sound(ref: FileRef) -> Iterator[Any]:
     except RuntimeError as error:  # raised by libsndfile
         reason = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
         raise ValueError(other_kind(ref.read(LONGEST_BEGINNING)) or reason) from None
-
-
-class _SeekableFile:
-    """A `RandomAccessFile` that leaves the position of its seekable file as it is."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, at = file, file.tell()
-        self.size = file.seek(0, os.SEEK_END)
-        file.seek(at)
-
-    def pread(self, size: int, offset: int) -> bytes:
-        at = self._file.tell()
-        self._file.seek(offset)
-        content: bytes = self._file.read(size) or b""
-        self._file.seek(at)
-        return content
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tandem.data.bad_samples import SampleSkipped, reason_of
-from tandem.data.sources.record import FileRef, open_ref
+from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
@@ -188,7 +188,9 @@ def open_video(ref: FileRef) -> Iterator[Video]:
     """An open video. Errors of FFmpeg inside the context become ValueErrors of one line."""
     import av
 
-    with open_ref(ref) as file:
+    with open_range(ref) as file:
+        if not file.size:
+            raise ValueError("the file is empty")
         check_not_truncated(file)
         try:
             # By a file object, because FFmpeg takes some names, such as `concat:a`, for protocols.

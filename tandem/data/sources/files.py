@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
 import unicodedata
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # User and password of a URL. If no @ precedes the first slash, a colon without a port begins a password with a slash.
@@ -43,23 +44,28 @@ class RandomAccessFile(Protocol):
         ...
 
 
-class LocalFile:
-    """An open file of this machine, by its descriptor."""
+class MemoryFile(io.BytesIO):
+    """A `RandomAccessFile` in memory."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
+    @property
+    def size(self) -> int:
+        return self.getbuffer().nbytes
 
     def pread(self, size: int, offset: int) -> bytes:
-        return os.pread(self._descriptor, size, offset)
+        return bytes(self.getbuffer()[offset : offset + size])
 
 
-class FileWindow(io.RawIOBase):
-    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `readinto` stores an error of the file
-    system in `error` and returns 0, because C code that calls it cannot raise."""
+class SeekableFile(io.RawIOBase):
+    """A `RandomAccessFile` that libraries read from its position on. A subclass defines `size` and `pread`."""
 
-    def __init__(self, file: RandomAccessFile, offset: int, size: int) -> None:
-        self._file, self._offset, self._size, self._position = file, offset, size, 0
-        self.error: OSError | None = None
+    _position = 0
+
+    @property
+    def size(self) -> int:
+        raise NotImplementedError
+
+    def pread(self, size: int, offset: int) -> bytes:
+        raise NotImplementedError
 
     def readable(self) -> bool:
         return True
@@ -71,18 +77,50 @@ class FileWindow(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence])
+        self._position = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence])
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        n = min(len(buffer), self._size - self._position)
-        if n <= 0:
-            return 0
-        try:
-            content = self._file.pread(n, self._offset + self._position)
-        except OSError as error:
-            self.error = error
-            return 0
+        n = min(len(buffer), self.size - self._position)
+        content = self.pread(n, self._position) if n > 0 else b""
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
+
+
+class LocalFile(SeekableFile):
+    """An open file of this machine."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    @functools.cached_property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def pread(self, size: int, offset: int) -> bytes:
+        return os.pread(self._file.fileno(), size, offset)
+
+
+class FileWindow(SeekableFile):
+    """Bytes offset .. offset + size - 1 of an open file; size None: to its end. `readinto` stores an error of the file
+    system in `error` and returns 0, because C code that calls it cannot raise."""
+
+    def __init__(self, file: RandomAccessFile, offset: int = 0, size: int | None = None) -> None:
+        self._file, self._offset, self._size = file, offset, size
+        self.error: OSError | None = None
+
+    @property
+    def size(self) -> int:
+        return self._file.size - self._offset if self._size is None else self._size
+
+    def pread(self, size: int, offset: int) -> bytes:
+        n = size if self._size is None else max(0, min(size, self._size - offset))
+        return self._file.pread(n, self._offset + offset)
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            self.error = error
+            return 0

@@ -9,7 +9,6 @@ read is an error.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -23,15 +22,15 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.io.reading import READ_ERRORS, open_regular, parse_json
-from tandem.io.writing import create, open_appending, replacing
+from tandem.io.writing import create, open_appending, replacing, wait_for_lock
 
-from .files import is_url
+from .files import LocalFile, MemoryFile, RandomAccessFile, is_url
 from .record import MOST_EXAMPLES
 
 _VERSION = 3
@@ -106,10 +105,10 @@ class Index:
     """Columns in a file or in memory. A process holds no column of a file in memory: the operating system caches the
     file for all processes of a machine. Methods raise ValueError, in one line, if the file cannot be read."""
 
-    def __init__(self, content: BinaryIO | bytes, path: str) -> None:
+    def __init__(self, file: RandomAccessFile, path: str) -> None:
         """`path` is that of the file. Raises one of `READ_ERRORS` if the content is no index."""
-        self._content, self._path = content, path
-        self.header = self._pread(_LONGEST_HEADER, 0).partition(b"\n")[0]
+        self._file, self._path = file, path
+        self.header = file.pread(_LONGEST_HEADER, 0).partition(b"\n")[0]
         header = parse_json(self.header)
         self.key, self.depends, self.fingerprint = header["key"], header["depends"], str(header["fingerprint"])
         self.facts: Mapping[str, Any] = header["facts"]
@@ -120,7 +119,7 @@ class Index:
                 raise ValueError("no column has such a length")
             self._columns[name] = Numbers(self, offset, n) if n_bytes is None else Strings(self, offset, n, n_bytes)
             offset += 8 * n if n_bytes is None else 8 * (n + 1) + n_bytes
-        if offset != (len(content) if isinstance(content, bytes) else os.fstat(content.fileno()).st_size):
+        if offset != file.size:
             raise ValueError("it has another size than its columns")
 
     def strings(self, name: str) -> Strings:
@@ -147,30 +146,25 @@ class Index:
     def read(self, offset: int, size: int) -> bytes:
         """Exactly `size` bytes."""
         try:
-            content = self._pread(size, offset)
+            content = self._file.pread(size, offset)
         except (OSError, OverflowError, MemoryError):  # such as a file on another machine that was replaced
             content = b""
         if len(content) != size:
             raise self.damaged_error()
         return content
 
-    def _pread(self, size: int, offset: int) -> bytes:
-        if isinstance(self._content, bytes):
-            return self._content[offset : offset + size]
-        return os.pread(self._content.fileno(), size, offset)
-
     def damaged_error(self) -> ValueError:
         return ValueError(f"the list of samples {self._path!r} was damaged or replaced: delete it, and start again")
 
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[Any, ...]]:
         """For a worker that is not forked: open files cannot be pickled."""
-        is_file = not isinstance(self._content, bytes)
-        return (_reopen, (self._path, self.header)) if is_file else (Index, (self._content, self._path))
+        is_in_memory = isinstance(self._file, MemoryFile)
+        return _reopen, (self._path, self.header, self._file.pread(self._file.size, 0) if is_in_memory else None)
 
 
-def _reopen(path: str, header: bytes) -> Index:
+def _reopen(path: str, header: bytes, content: bytes | None) -> Index:
     try:
-        index = Index(open_regular(path), path)
+        index = Index(LocalFile(open_regular(path)) if content is None else MemoryFile(content), path)
         if index.header == header:
             return index
     except READ_ERRORS:
@@ -280,7 +274,7 @@ def _serialize(data: IndexData, key: list[Any], depends: str) -> list[bytes | me
 
 
 def _index_in_memory(data: IndexData, key: list[Any], depends: str) -> Index:
-    return Index(b"".join(_serialize(data._replace(dependencies=None), key, depends)), "in memory")
+    return Index(MemoryFile(b"".join(_serialize(data._replace(dependencies=None), key, depends))), "in memory")
 
 
 def _cache_paths(path: str, kind: str) -> list[str]:
@@ -323,7 +317,7 @@ def _read_cache(cache_path: str, path: str, key: list[Any], depends: str) -> Ind
     except (OSError, ValueError):
         return None
     try:
-        index = Index(file, cache_path)
+        index = Index(LocalFile(file), cache_path)
         if (index.key, index.depends) == (key, depends) and _is_unchanged(path, index.strings(_DEPENDENCIES)):
             return index
     except READ_ERRORS:
@@ -377,16 +371,5 @@ def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 raise PermissionError("another user, who could hold the lock for ever, has made it")
             offset = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
-            while not _try_lock(file, offset):  # poll, because a blocking call would look like one that hangs
-                has_waited = True
-                time.sleep(0.1)
+            has_waited = wait_for_lock(file, byte=offset)
         yield has_waited
-
-
-def _try_lock(file: BinaryIO, offset: int) -> bool:
-    """Lock a byte; returns whether that succeeded. Raises OSError where there are no locks."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True

@@ -13,17 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tandem.data.bad_samples import reason_of
-from tandem.io.reading import LONGEST_BEGINNING, counted, open_regular, other_kind, parse_json
+from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind, parse_json
 
 from . import remote
 from .files import is_url, redact
 from .index import Dependencies, IndexData, PackedStrings, cached_index, fingerprint_of, status_of
-from .record import FieldSpec
+from .record import FieldSpec, FileRef, open_range
 from .rows import COLUMN_ALIASES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 _LONGEST_LINE = 1 << 20  # characters
+_BUFFER_BYTES = 1 << 16
 _MOST_COLUMNS = 100  # whose names are recorded: each object may have others
 _IN_QUOTES = re.compile(r'"(?:[^"]|"")*"')
 _QUOTING = "a cell that begins with a quotation mark ends with one, and those inside are doubled"
@@ -113,11 +114,10 @@ def _read_rows(
     array_columns = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
     lines: _Lines | None = None
     try:
-        raw = io.BufferedReader(remote.open_file(path)) if is_url(path) else open_regular(path)  # type: ignore[type-var]
-        if other := other_kind(raw.read(LONGEST_BEGINNING)):
-            raise ValueError(other)
-        raw.seek(0)
-        with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        with open_range(FileRef(path)) as raw:
+            if other := other_kind(raw.pread(LONGEST_BEGINNING, 0)):
+                raise ValueError(other)
+            file = io.TextIOWrapper(io.BufferedReader(raw, _BUFFER_BYTES), encoding="utf-8-sig", newline="")
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
             endings = specs[0].all_endings
             for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):

@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tandem.io.reading import open_regular
 
-from .files import FileWindow, LocalFile, RandomAccessFile, is_url
+from .files import FileWindow, LocalFile, MemoryFile, RandomAccessFile, is_url
 
 MOST_EXAMPLES = 100
 
@@ -77,10 +76,8 @@ class FileRef(NamedTuple):
 
     def read(self, limit: int) -> bytes:
         """At most the first `limit` bytes. Raises OSError and ValueError."""
-        if self.content is not None:
-            return bytes(memoryview(self.content)[:limit])
-        with open_bytes(self.path, is_part=self.size is not None) as file:
-            return file.pread(limit if self.size is None else min(self.size, limit), self.offset)
+        with open_range(self, ahead=0) as file:
+            return file.pread(limit, 0)
 
 
 class Files(NamedTuple):
@@ -130,41 +127,35 @@ class RecordSource(Protocol):
 
 
 @contextlib.contextmanager
-def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[RandomAccessFile]:
-    """Open a path or a URL for random access.
+def open_range(
+    ref: FileRef, is_part: bool | None = None, ahead: int | None = None
+) -> Iterator[FileWindow | MemoryFile]:
+    """Open what a `FileRef` refers to, on this machine, on a server or in memory, for random access.
 
     Args:
-        is_part: Whether one of many samples in the file is read. At an address, the whole file is then fetched into the
-            cache, if there is one.
-        ahead: How many bytes will be read in small steps. At an address, they are requested in larger ones.
+        is_part: Whether one of many samples in the file is read, by default whether `ref` is a byte range. Of a server,
+            the whole file is then fetched into the cache, if there is one.
+        ahead: How many bytes will be read in small steps, by default all: from a server, they are requested in larger
+            ones. 0: what is read is read at once.
 
-    Raises OSError, and ValueError, in one line, if it is a pipe or a device.
+    Raises OSError, and ValueError, in one line, if it is a pipe or a device. At the end of the context it raises an
+    error of the file system that C code took for the end of the file.
     """
-    if is_url(path):
-        from .remote import open_remote
-
-        with open_remote(path, is_part, ahead) as server:
-            yield server
-        return
-    with open_regular(path) as file:
-        yield LocalFile(file.fileno())
-
-
-@contextlib.contextmanager
-def open_ref(ref: FileRef) -> Iterator[FileWindow | io.BytesIO]:
-    """Open what a `FileRef` refers to. Raises OSError, and ValueError, in one line, if it is empty. At the end of the
-    context it raises an error of the file system that C code took for the end of the file."""
     if ref.content is not None:
-        if not ref.size:
-            raise ValueError("the file is empty")
-        yield io.BytesIO(ref.content)
+        yield MemoryFile(ref.content)
         return
-    ahead = sys.maxsize if ref.size is None else ref.size
-    with open_bytes(ref.path, is_part=ref.size is not None, ahead=ahead) as file:
-        size = file.size if ref.size is None else ref.size
-        if size == 0:
-            raise ValueError("the file is empty")
-        window = FileWindow(file, ref.offset, size)
+    with contextlib.ExitStack() as stack:
+        file: RandomAccessFile
+        if is_url(ref.path):
+            from .remote import open_remote
+
+            size = sys.maxsize if ref.size is None else ref.size
+            is_part = ref.size is not None if is_part is None else is_part
+            file = stack.enter_context(open_remote(ref.path, is_part, size if ahead is None else ahead))
+        else:
+            file = LocalFile(stack.enter_context(open_regular(ref.path)))
+        # The size of a file on a server costs a request, which a single read may not need.
+        window = FileWindow(file, ref.offset, file.size if ref.size is None and ahead != 0 else ref.size)
         try:
             yield window
         finally:

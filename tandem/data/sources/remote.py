@@ -12,12 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from tandem.io.installed import missing_package
 
 from .cache import ShardCache
-from .files import CREDENTIALS, SCHEME, FileWindow, LocalFile, redact
+from .files import CREDENTIALS, SCHEME, LocalFile, RandomAccessFile, SeekableFile, redact
 
 _PIECE = 16 << 20  # bytes of the longest request
 _READ_AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
@@ -85,8 +85,8 @@ def list_addresses(pattern: str) -> list[str]:
     return [*addresses]
 
 
-class RemoteFile:
-    """A file on a server, read at random; each process requests `size` once.
+class RemoteFile(SeekableFile):
+    """A file on a server; each process requests `size` once.
 
     Args:
         ahead: If above 0, each request asks for at least this many bytes, and the last answer is buffered: for files
@@ -137,31 +137,12 @@ class RemoteFile:
         return _request(self._address, "cat_file", check, size, start=offset, end=offset + size)
 
 
-class _Window(FileWindow):
-    """A window that raises errors at once, for libraries that pass exceptions on."""
-
-    def readinto(self, buffer: Any) -> int:
-        n = super().readinto(buffer)
-        if self.error is not None:
-            raise self.error
-        return n
-
-
-def open_file(address: str, is_part: bool = False) -> BinaryIO:
-    """A file that can be read at random, for a library that takes file objects. See `open_bytes` for `is_part`. Raises
-    OSError and ValueError, in one line."""
-    if is_part and (local := _open_cached(address)) is not None:
-        return local
-    file = RemoteFile(address, _READ_AHEAD)
-    return cast(BinaryIO, _Window(file, 0, file.size))
-
-
 @contextlib.contextmanager
-def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
-    """`open_bytes` of an address."""
+def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[RandomAccessFile]:
+    """The file at an address, see `open_range` for the arguments."""
     if is_part and (local := _open_cached(address)) is not None:
         with local:
-            yield LocalFile(local.fileno())
+            yield LocalFile(local)
     else:
         yield RemoteFile(address, min(ahead, _READ_AHEAD))
 

@@ -24,7 +24,7 @@ from tandem.io.reading import READ_ERRORS, counted, other_kind
 from .files import RandomAccessFile, is_url
 from .folder import about_skipped, ending_of, skipped_line
 from .index import IndexData, PackedStrings, cached_index, fingerprint_of, largest
-from .record import FieldSpec, FileRef, Record, open_bytes
+from .record import FieldSpec, FileRef, Record, open_range
 
 # An index of fewer samples is not cached. Tars need one sooner than folders: each header may take a read of the disk.
 _MIN_CACHED_SAMPLES = 100
@@ -311,7 +311,7 @@ def members(path: str, skipped: Counter[str], end_notes: list[str]) -> Iterator[
     Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
     """
     try:
-        with open_bytes(path) as file:
+        with open_range(FileRef(path), ahead=0) as file:
             yield from _read_members(_ForwardReader(file, is_url(path)), file.size, skipped, end_notes)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None

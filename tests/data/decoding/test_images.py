@@ -136,15 +136,6 @@ def test_exif_orientation_is_applied(tmp_path, orientation, ending):
     assert psnr(picture, upright) > 45  # rounding: rows are filtered before columns
 
 
-def test_exif_orientation_is_applied_to_a_jpeg_of_reduced_scale(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: upright is a quarter turn clockwise
-    photo(60, 40).save(tmp_path / "plain.jpg")
-    photo(60, 40).save(tmp_path / "turned.jpg", exif=exif)
-    plain, turned = (decode_image(FileRef(str(tmp_path / f"{name}.jpg")), 20, 3) for name in ("plain", "turned"))
-    assert torch.equal(turned, plain.rot90(-1, (1, 2)))
-
-
 @pytest.mark.parametrize("size", [(96, 32), (32, 96)])
 def test_centre_is_cropped(tmp_path, size):
     pixels = np.zeros((size[1], size[0], 3), np.uint8)

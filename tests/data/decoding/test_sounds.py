@@ -369,16 +369,6 @@ def test_a_w64_that_states_no_size_is_heard(tmp_path):
     assert torch.equal(decoder.load(FileRef.in_memory(bytes(content), "a"), 0), decoder.load(source, 0))
 
 
-def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
-    for ending in ("wav", "flac", "ogg", "mp3"):
-        source = written(tmp_path / f"a.{ending}", sine(440, 3, RATE))
-        content = Path(source.path).read_bytes()
-        path = tmp_path / f"{ending}.tar"
-        path.write_bytes(b"x" * 700 + content + b"y" * 700)
-        clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, FileRef(str(path), 700, len(content)))]
-        assert torch.equal(*clips), ending
-
-
 # Long sounds are heard by clips that are spread over them.
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from tandem.data.bad_samples import SampleSkipped
 from tandem.data.decoding.videos import ClipDecoder
 from tandem.data.sources.files import FileWindow
-from tandem.data.sources.record import FileRef, open_ref
+from tandem.data.sources.record import FileRef, open_range
 from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video, write_widths
 from tests.data.helpers import one_line
 from tests.data.source_table import encoded
@@ -135,7 +135,7 @@ def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, m
     read: list[int] = []
     readinto = FileWindow.readinto
     monkeypatch.setattr(FileWindow, "readinto", lambda self, buffer: read.append(readinto(self, buffer)) or read[-1])
-    with open_ref(FileRef(str(path))) as file, av.open(file) as container:
+    with open_range(FileRef(str(path))) as file, av.open(file) as container:
         n_opening = sum(read)  # FFmpeg reads some packets of every stream to know what it is
         sizes = [packet.size for packet in container.demux(video=0) if packet.size]
     for first in (0, 11, 12, 70):

@@ -16,7 +16,7 @@ import pytest
 from tandem.data.sources import folder as folders
 from tandem.data.sources import index
 from tandem.data.sources.folder import FolderSource
-from tandem.data.sources.index import Dependencies, IndexData, PackedStrings, cached_index
+from tandem.data.sources.index import IndexData, PackedStrings, cached_index
 from tandem.data.sources.record import FieldSpec
 from tests.data.helpers import one_line
 
@@ -240,32 +240,25 @@ def test_a_list_in_a_folder_is_named_as_what_to_give_instead(tmp_path):
 
 
 @pytest.mark.parametrize("forged", ["a/../../outside.tar", "/outside.tar", "spelling", "number", "facts", "examples"])
-def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_path):
-    """Forged by the function that writes true ones."""
-    folder = folder_of(tmp_path / "set", ["a.png", "a.txt"])
+def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_path, monkeypatch):
+    folder, build = folder_of(tmp_path / "set", ["a.png", "a.txt"]), folders._Tree.build_index
     with tarfile.open(tmp_path / "outside.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("0.png"))
-    calls: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            folders, "cached_index", lambda *arguments: calls.append(arguments) or cached_index(*arguments, fewest=1)
-        )
-        opened(folder, TEXTS)
-    [(path, kind, make)] = calls
-    next(tmp_path.glob(".set.*")).unlink()
-    true, watched = make(), Dependencies()
-    watched.add("", folder.stat())
-    columns, facts = dict(true.columns), dict(true.facts)
-    if "tar" in forged:
-        columns["names"] = PackedStrings([forged])
-    facts |= {
+    columns = {"names": PackedStrings([forged])} if "tar" in forged else {}
+    facts: dict[str, Any] = {
         "spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"skipped": "1"},
         "examples": {"examples": {"texts": [1]}},
     }.get(forged, {})  # fmt: skip
-    cached_index(path, kind, lambda: IndexData(columns, "", facts, watched), fewest=1)
-    assert "was damaged or replaced: delete it" in one_line(
-        lambda: [opened(folder, TEXTS).record(0), opened(folder, TEXTS).examples("texts")]
-    )
+
+    def forge(tree: Any) -> IndexData:
+        data = build(tree)
+        return data._replace(columns={**data.columns, **columns}, facts={**data.facts, **facts})
+
+    monkeypatch.setattr(folders._Tree, "build_index", forge)
+    for _ in range(2):  # the second time by the list that is kept
+        assert "was damaged or replaced: delete it" in one_line(
+            lambda: [opened(folder, TEXTS).record(0), opened(folder, TEXTS).examples("texts")]
+        )
 
 
 def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""Files on servers: the bytes that are on disk, whatever the server does; the cache of shards; no passwords."""
+"""Files on servers: the bytes that are on disk, whatever the server does; the cache of shards; no passwords. Sets of
+samples on servers are those on disk: the same order, the same bits."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +30,15 @@ from tandem.data.sources import remote
 from tandem.data.sources.cache import ShardCache
 from tandem.data.sources.files import is_url, redact
 from tandem.data.sources.opening import expand_pattern, open_source
-from tandem.data.sources.record import FieldSpec, FileRef, open_bytes, open_ref
+from tandem.data.sources.record import FieldSpec, FileRef, open_range
 from tandem.io.installed import how_to_install
-from tests.data.helpers import in_processes, one_line
+from tests.data.helpers import assert_same, in_processes, one_line
+from tests.data.source_table import FILES, IMAGES, KINDS, N, passes
 from tests.fault_proxy import Proxy
 from tests.file_servers import http_server, servers_of
 
 SECRET = "hunter2"
+PLACES = ["tars", "parquet", "arrow", "csv", "manifest"]
 
 
 class Server(NamedTuple):
@@ -46,23 +50,38 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("files")
-    draw = random.Random(0)
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`files` below it, and the set of each kind in each of `PLACES`."""
+    root = tmp_path_factory.mktemp("root")
+    folder, draw = root / "files", random.Random(0)
+    folder.mkdir()
     for number, size in enumerate((300_000, 200_000, 250_000, 150_000, 0)):
         (folder / f"{number:03d}.tar").write_bytes(draw.randbytes(size))
     (folder / "private.tar").write_bytes(b"secret")
     (folder / "whole.tar").write_bytes(bytes(100))
     Image.effect_noise((64, 64), 50).save(folder / "a@b.png")
     pq.write_table(pa.table({"n": list(range(10_000))}), folder / "table.parquet", row_group_size=1000)
-    return folder
+    return root
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+def sets(root: Path) -> dict[tuple[str, str], Path]:
+    """What names the set of a kind in a place."""
+    found = {}
+    for name, kind in KINDS.items():
+        records = {number: kind.record(number) for number in range(N)}
+        for place in PLACES:
+            write: Any = FILES[place]
+            found[name, place] = write(root / f"{name}-{place}", records)
+    return found
+
+
+@pytest.fixture(scope="module")
+def servers(root: Path, sets: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     log = tmp_path_factory.mktemp("log") / "moto.log"
-    with servers_of(folder, log) as found:
-        yield {name: Server(address, folder, proxy) for name, (address, proxy) in found.items()}
+    with servers_of(root, log) as found:
+        yield {name: Server(f"{at}/files", root / "files", proxy) for name, (at, proxy) in found.items()}
+    remote.configure(None)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +111,7 @@ def failure(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
 
 
 def read(address: str, size: int = 1000, offset: int = 5) -> bytes:
-    with open_bytes(address) as file:
+    with open_range(FileRef(address), ahead=0) as file:
         return file.pread(size, offset)
 
 
@@ -131,18 +150,12 @@ def test_entries_are_read_by_few_requests(server):
     png, tar = (server.folder / name for name in ("a@b.png", "000.tar"))
     whole, part = FileRef(f"{server.address}/a@b.png"), FileRef(f"{server.address}/000.tar", 1000, 50_000)
     assert whole.read(1 << 30) == png.read_bytes() and part.read(1 << 30) == tar.read_bytes()[1000:51_000]
-    with open_ref(whole) as file, Image.open(io.BufferedReader(file)) as image:
+    with open_range(whole) as file, Image.open(io.BufferedReader(file)) as image:
         assert image.tobytes() == Image.open(png).tobytes()
     server.proxy.requests.clear()
-    with open_ref(part) as file:
+    with open_range(part) as file:
         assert b"".join(iter(lambda: file.read(100), b"")) == tar.read_bytes()[1000:51_000]
     assert gets(server) == 1, "500 small steps"
-
-
-def test_a_library_reads_a_table_at_random(server):
-    with remote.open_file(f"{server.address}/table.parquet") as file:
-        table = pq.ParquetFile(file)
-        assert table.read_row_group(7).column("n").to_pylist() == list(range(7000, 8000))
 
 
 @pytest.mark.parametrize("fault", ["cut", "half", 500, 503, 429, "slow"])
@@ -155,16 +168,6 @@ def test_a_server_that_fails_is_asked_again(server, fault, monkeypatch):
     assert not server.proxy.faults
 
 
-@pytest.mark.parametrize("fault, said", [("cut", "failed"), ("half", "failed"), (503, "503"), ("slow", "no answer in")])
-def test_a_server_that_fails_for_long_is_an_error_of_one_line(server, fault, said, monkeypatch):
-    monkeypatch.setattr(remote, "_SECONDS", 0.3)
-    monkeypatch.setattr(server.proxy, "slow_seconds", 0.6)
-    server.proxy.always = fault
-    text = failure(read, f"{server.address}/001.tar")
-    assert said in text and "5 times in a row" in text and "001.tar" in text
-    assert gets(server) == 5
-
-
 def test_pauses_between_attempts_grow(server, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(remote, "_PAUSE", 0.5)
@@ -175,11 +178,17 @@ def test_pauses_between_attempts_grow(server, monkeypatch):
     assert all(0.5 * 2**i * 0.5 <= pause <= 0.5 * 2**i * 1.5 for i, pause in enumerate(pauses))
 
 
-@pytest.mark.parametrize("status, said", [(403, "refuses access"), (404, "no such file"), (400, "400")])
-def test_an_answer_that_would_be_the_same_again_is_an_error_at_once(server, status, said):
-    server.proxy.always = status
-    assert said in failure(read, f"{server.address}/001.tar", offset=0)
-    assert gets(server) == 1
+@pytest.mark.parametrize("fault, reason, n_requests", [
+    ("cut", "failed", 5), ("half", "failed", 5), (503, "503", 5), ("slow", "no answer in", 5),
+    (403, "refuses access", 1), (404, "no such file", 1), (400, "400", 1),
+])  # fmt: skip
+def test_a_failure_is_one_line_after_as_many_attempts_as_may_help(server, fault, reason, n_requests, monkeypatch):
+    monkeypatch.setattr(remote, "_SECONDS", 0.3)
+    monkeypatch.setattr(server.proxy, "slow_seconds", 0.6)
+    server.proxy.always = fault
+    text = failure(read, f"{server.address}/001.tar", offset=0 if n_requests == 1 else 5)
+    assert reason in text and "001.tar" in text and ("5 times in a row" in text) == (n_requests == 5)
+    assert gets(server) == n_requests
 
 
 def test_missing_files_and_servers_and_rights_are_errors_of_one_line(server):
@@ -197,8 +206,12 @@ def test_no_message_holds_a_password_or_a_signature(server):
         failure(read, f"{server.address}/{path}", offset=0)
     assert redact(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
     assert redact("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
+    assert redact(f"https://me:pa/{SECRET}@host/c.tar") == "https://host/c.tar"
+    assert redact("https://host:80/a@b.tar") == "https://host:80/a@b.tar"
     for address in (f"https://me:{SECRET}@host/a.tar", f"s3://key:{SECRET}@bucket/a", f"https://host/a?sig={SECRET}"):
         assert "config.yaml" in failure(opened, address, kind=ValueError)
+    for pattern in (f"https://me:pa/{SECRET}@host/c.tar", f"http://host/e_{{0..1}}.npy?token={SECRET}"):
+        assert "came with a password" in failure(expand_pattern, pattern, kind=ValueError)
 
 
 IMAGE = FieldSpec("image", "image", (".png",), ("image",), feature="Image")
@@ -308,18 +321,10 @@ def test_paths_of_this_machine_are_no_addresses():
     assert all(map(is_url, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
 
 
-def test_the_version_changes_with_the_file(server, tmp_path):
+def test_files_have_versions(server):
     names = ["000.tar", "001.tar"]
     first = [remote.version(f"{server.address}/{name}") for name in names]
     assert len(set(first)) == 2 and first[0].startswith("300000 ")
-    with http_server(tmp_path) as address:
-        seen = []
-        for content, age in ((b"a", 0), (b"b", 0), (b"bb", 0), (b"bb", 60)):
-            (tmp_path / "a.tar").write_bytes(content)
-            os.utime(tmp_path / "a.tar", (age, age))
-            remote._fetch_info.cache_clear()
-            seen.append(remote.version(f"{address}/a.tar"))
-        assert seen[1] != seen[2] != seen[3]
 
 
 def hashed(request: tuple[str, int]) -> tuple[int, int]:
@@ -336,7 +341,112 @@ def test_loader_processes_that_are_forked_make_connections_of_their_own(server):
         assert hashed(requests[0])[1] == expected[0]
 
 
-# ------------------------------------------------------------------------------------------------ the cache of shards
+# Sets of samples.
+
+
+@pytest.fixture
+def address(root, sets, servers) -> Callable[..., str]:
+    """What names a set on a server."""
+
+    def of(server: str, name: str, place: str) -> str:
+        path = sets[name, place]
+        name = path.relative_to(root).as_posix()
+        if server == "http" and path.is_dir():  # which cannot be listed
+            files = sorted(file.name for ending in ("tar", "arrow", "parquet") for file in path.glob(f"*.{ending}"))
+            name += f"/{files[0]}" if len(files) == 1 else f"/{{{','.join(files)}}}"
+        return f"{servers[server].address.removesuffix('/files')}/{name}"
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def on_disk(sets) -> Callable[..., dict[str, list[dict]]]:
+    """The batches of a set on disk."""
+
+    @cache
+    def of(name: str, place: str, shuffle: str = "samples") -> dict[str, list[dict]]:
+        return passes(KINDS[name], flags(name, sets[name, place], shuffle=shuffle), 12)
+
+    return of
+
+
+def flags(name: str, path: Path | str, **more: Any) -> dict[str, Any]:
+    return {KINDS[name].script.data.flag: path, **more}
+
+
+def check_same(found: dict[str, list[dict]], expected: dict[str, list[dict]]) -> None:
+    for part, batches in expected.items():
+        assert_same(found[part], batches)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("server, name", [*(("s3", name) for name in KINDS), ("http", "images")])
+def test_a_set_on_a_server_is_the_set_on_disk(server, name, place, address, on_disk):
+    check_same(passes(KINDS[name], flags(name, address(server, name, place)), 12), on_disk(name, place))
+
+
+def test_files_of_a_bucket_that_are_not_read_are_counted(address, sets):
+    at = address("s3", "images", "tars")
+    said = opened(at).skipped
+    n = len([*sets["images", "tars"].glob("*.json")])
+    assert said.startswith(f"{n} files are skipped in {at!r}: {n} .json; ") and n > 1
+    assert f"members are skipped in {n} tars, the first '{at}/00000.tar': {N} .cls, " in said
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_shards_that_are_kept_are_those_on_disk_for_any_number_of_processes_and_after_a_stop(
+    world_size, address, on_disk, tmp_path, no_cache
+):
+    expected = on_disk("images", "tars", "shards")
+    said = flags("images", address("s3", "images", "tars"), shuffle="shards", cache_dir=tmp_path, num_workers=2)
+    check_same(passes(IMAGES, said, 12, world_size), expected)
+    resumed = passes(IMAGES, said, 5, world_size, start=7 * 8)
+    assert_same(resumed["train"], expected["train"][7:])
+    assert len([*tmp_path.glob("?" * 64)]) == 2, "the third one is that of validation"
+
+
+def test_a_sample_that_the_server_does_not_give_is_a_bad_one(address, servers):
+    feed = IMAGES.feed(**flags("images", address("http", "images", "csv")), num_workers=0)
+    feed.start(0)
+    feed.report_bad_samples(lambda line: None)
+    servers["http"].proxy.faults = [503] * 5
+    assert len(feed.next()["ids"]) == 8
+    said: list[str] = []
+    feed.report_bad_samples(said.append)
+    assert len(said) == 1 and "503, 5 times in a row; the next image takes its place" in said[0]
+
+
+def test_a_list_on_a_server_names_no_files_of_this_machine(tmp_path):
+    Image.new("RGB", (16, 16)).save(tmp_path / "mine.png")
+    (tmp_path / "web").mkdir()
+    Image.new("RGB", (16, 16)).save(tmp_path / "web/a.png")
+    rows = [str(tmp_path / "mine.png"), "../mine.png", "~/mine.png", "file:///etc/passwd", "a.png"]
+    (tmp_path / "web/set.csv").write_text("path\n" + "\n".join(rows))
+    (tmp_path / "here.csv").write_text("path\nADDRESS/a.png?sig=hunter2\nweb/a.png")
+    with http_server(tmp_path / "web") as at:
+        source = opened(f"{at}/set.csv")
+        for index in range(4):
+            with pytest.raises(ValueError, match=r"not below its list|no address of a server"):
+                source.record(index)["image"].read(100)
+        assert source.record(4)["image"].read(1 << 20) == (tmp_path / "web/a.png").read_bytes()
+        here = tmp_path / "here.csv"
+        here.write_text(here.read_text().replace("ADDRESS", at))
+        source = opened(str(here))
+        contents = [source.record(index)["image"].read(1 << 20) for index in range(2)]
+        assert contents == [(tmp_path / "web/a.png").read_bytes()] * 2
+        assert source.describe(0) == f"{at}/a.png"
+
+
+def test_a_damaged_arrow_file_on_a_server_is_refused_in_one_line(sets, tmp_path):
+    content = next(sets["images", "arrow"].glob("*.arrow")).read_bytes()
+    with http_server(tmp_path) as at:
+        for damaged in (content[:-8], content[: len(content) // 2], b"ARROW1" + content, b"", bytes(99)):
+            (tmp_path / "a.arrow").write_bytes(damaged)
+            remote._fetch_info.cache_clear()
+            assert one_line(opened, f"{at}/a.arrow", kind=(ValueError, OSError))
+
+
+# The cache of shards.
 
 
 def sample(server: Server, number: int) -> bool:
@@ -371,10 +481,10 @@ def test_shards_are_fetched_once_and_the_cache_stays_within_its_bound(server, tm
 
 def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 1)
-    with open_bytes(f"{server.address}/000.tar") as file:
+    with open_range(FileRef(f"{server.address}/000.tar")) as file:
         file.pread(512, 0)
     assert cached_index(tmp_path / "cache") == 0
-    with remote.open_file(f"{server.address}/table.parquet", is_part=True) as table:
+    with open_range(FileRef(f"{server.address}/table.parquet"), is_part=True) as table:
         assert pq.ParquetFile(table).read_row_group(3).num_rows == 1000
     assert cached_index(tmp_path / "cache") == (server.folder / "table.parquet").stat().st_size
 
@@ -382,7 +492,7 @@ def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path,
 def test_a_shard_that_is_deleted_while_it_is_read_can_be_read_to_its_end(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 0.0003)
     content = (server.folder / "000.tar").read_bytes()
-    with open_ref(FileRef(f"{server.address}/000.tar", 0, 300_000)) as file:
+    with open_range(FileRef(f"{server.address}/000.tar", 0, 300_000)) as file:
         assert file.read(1000) == content[:1000]
         assert sample(server, 1)
         assert cached_index(tmp_path / "cache") == 200_000
@@ -479,31 +589,32 @@ def test_what_a_killed_process_has_left_is_used_by_nobody_and_deleted_when_room_
     assert cached_index(tmp_path) == 90
 
 
-def test_a_shard_that_has_changed_at_the_server_is_fetched_again(tmp_path, no_cache):
+def test_a_shard_that_has_changed_at_the_server_has_another_version_and_is_fetched_again(tmp_path, no_cache):
     (tmp_path / "files").mkdir()
+    path, versions = tmp_path / "files/a.tar", []
     with http_server(tmp_path / "files") as address:
         remote.configure(str(tmp_path / "cache"), 1)
-        for content in (b"first", b"second"):
-            (tmp_path / "files/a.tar").write_bytes(content)
+        for content, age in ((b"first", 0), (b"second", 0), (b"as long", 0), (b"as late", 60)):
+            path.write_bytes(content)
+            os.utime(path, (age, age))
             remote._fetch_info.cache_clear()  # a process asks once: this is another one
             assert FileRef(f"{address}/a.tar", 1, 4).read(100) == content[1:5]
+            versions.append(remote.version(f"{address}/a.tar"))
+    assert len({*versions}) == 4
 
 
-def test_several_processes_share_the_cache(server, tmp_path):
+def test_several_processes_share_the_cache_and_fetch_a_shard_once(server, tmp_path):
     def reads(seed: int) -> bool:
         remote.configure(str(tmp_path / "a"), 0.0006)
         order = random.Random(seed).choices(range(4), k=30)
         return all(sample(server, number) and cached_index(tmp_path / "a") <= 600_000 for number in order)
 
-    assert in_processes(4, lambda _: reads(7)) == in_processes(4, reads) == [True] * 4
-
-
-def test_four_processes_that_want_one_shard_fetch_it_once(server, tmp_path):
     def read_one(_: int) -> bool:
-        remote.configure(str(tmp_path / "cache"), 1)
+        remote.configure(str(tmp_path / "b"), 1)
         return sample(server, 0)
 
     assert in_processes(4, read_one) == [True] * 4 and gets(server) == 1
+    assert in_processes(4, lambda _: reads(7)) == in_processes(4, reads) == [True] * 4
 
 
 def test_shards_can_be_fetched_before_they_are_read(server, tmp_path, no_cache):

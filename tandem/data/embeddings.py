@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tandem.data.bad_samples import BadDatasetItem, SampleIncomplete, UserCodeError, reason_of
-from tandem.data.decoding.arrays import Array, StoredArray, read_array_header
-from tandem.data.fields import Field
+from tandem.data.sources.files import redact
+from tandem.data.sources.opening import expand_pattern
+from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
+from tandem.data.sources.tar import TarSource, number_of, stem_of
+from tandem.data.sources.user_dataset import ITEM
 
-from . import user_dataset
-from .files import redact
-from .opening import expand_pattern
-from .record import FieldSpec, FileRef, Record, RecordSource
-from .tar import TarSource, number_of, stem_of
-from .user_dataset import ITEM
+from .bad_samples import BadDatasetItem, SampleIncomplete, UserCodeError, reason_of
+from .decoding import items
+from .decoding.arrays import Array, StoredArray, read_array_header
+from .fields import Field
 
 
 class Kind(NamedTuple):
@@ -56,7 +56,7 @@ class EmbeddingField(Field):
         return self.kind.spec
 
     def from_item(self, item: Any) -> Array | None:
-        return user_dataset.array_of(item, self.spec.name, self.kind.dimensions)
+        return items.array_of(item, self.spec.name, self.kind.dimensions)
 
     def read_array(self, record: Record) -> Array | None:
         """The array of a record, None if it has none. A file may hold a batch of one, (1, d), which becomes (d,)."""
@@ -75,7 +75,7 @@ class EmbeddingField(Field):
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_user_item:
                 limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise user_dataset.item_error(array, f"a {noun} of {limit.format(self.shape)}")
+                raise items.item_error(array, f"a {noun} of {limit.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
@@ -98,7 +98,7 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
             record = source.record(example)
             array = probe.read_array(record)
             if array is None and ITEM in record:
-                raise user_dataset.missing_array_error(record[ITEM], kind.spec.name, kind.dimensions)
+                raise items.missing_array_error(record[ITEM], kind.spec.name, kind.dimensions)
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)
@@ -189,4 +189,4 @@ def _list_row_files(spec: str) -> list[str]:
 
 def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:
     if len(shape) != kind.dimensions or 0 in shape:
-        raise ValueError(f"that of one image has the shape {shape}, not {user_dataset.ARRAY_SHAPES[kind.dimensions]}")
+        raise ValueError(f"that of one image has the shape {shape}, not {items.ARRAY_SHAPES[kind.dimensions]}")
