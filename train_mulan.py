@@ -118,9 +118,9 @@ def build_model(args: argparse.Namespace, tokenizer: data.Tokenizer) -> models.M
     )
     load_towers(model, towers, tokenizer)
     if args.init_from:
-        source = load_named_model(args.init_from, "MuLaN")
+        source = load_named_model(args.init_from, "MuLaN", is_lazy=True)
         if Path(args.init_from).is_file():  # of a public package, which does not name its tokenizer
-            source.config |= {name: model.config[name] for name in NOT_IN_MUSICLM_FILE}
+            source.config.update({name: model.config[name] for name in NOT_IN_MUSICLM_FILE})
         else:
             tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
         model.load_weights_from(source, args.init_from)
