@@ -16,7 +16,7 @@ from torch import Tensor
 import sample
 from tandem.distributed.engines.arithmetic import SkipGuard
 from tandem.models import Decoder
-from tandem.models.diffusion import DiffusionLoss, Losses
+from tandem.models.diffusion.losses import DiffusionLoss, Losses
 from tests.data.conditions import write_tars
 from tests.models.test_clip import write_clip
 from tests.scripts import (
