@@ -210,7 +210,7 @@ def average(args: argparse.Namespace) -> None:
 
     run, out = Path(args.path), check_output(args, is_folder=True, kind="average")
     files = EMAFiles(run / "snapshots")
-    model = build(load_model(run).description(), files.newest("ema"), run)
+    model = build(load_model(run, is_lazy=True).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
     weights, updates, profile_error = files.reconstruct("ema", args.ema_length, parameters)
     if profile_error > LARGEST_PROFILE_ERROR:

@@ -119,9 +119,9 @@ def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
     )
     load_towers(model, towers, tokenizer)
     if config.init_from:
-        source = load_named_model(config.init_from, "MuLaN")
+        source = load_named_model(config.init_from, "MuLaN", is_lazy=True)
         if Path(config.init_from).is_file():  # of a public package, which does not name its tokenizer
-            source.config |= {name: model.config[name] for name in NOT_IN_MUSICLM_FILE}
+            source.config.update({name: model.config[name] for name in NOT_IN_MUSICLM_FILE})
         else:
             tokenizer.require_same(config.init_from, tokenizer_file(Path(config.init_from)))
         model.load_weights_from(source, config.init_from)

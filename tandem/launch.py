@@ -15,8 +15,6 @@ from tandem.training.run_folder.folder import read_config_to_resume
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.card import KINDS
 from tandem.weights.load import (
-    DISCRIMINATOR,
-    LOADED_MODELS,
     load_discriminator,
     load_model,
     newest_weights,
@@ -108,10 +106,7 @@ def start_training(
             settings |= keep_tokenizer(args, resumed)
         train(parser.to_config(args, {**settings, "init_from": origin}), backend)
 
-    try:
-        distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)
-    finally:
-        LOADED_MODELS.clear()
+    distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)
 
 
 def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
@@ -196,16 +191,15 @@ def describe_model(path: str | Path) -> dict[str, Any]:
         if kind == "file":
             from tandem.weights.formats.detection import detect_format
 
-            model, discriminator = load_model(location), load_discriminator(location, from_runs=False)
-            LOADED_MODELS.update({(location, "best"): model, (location, DISCRIMINATOR): discriminator})
-            description, assumed = model.description(), detect_format(location).assumptions
+            description = load_model(location, is_lazy=True).description()
+            discriminator = load_discriminator(location, from_runs=False)
+            assumed = detect_format(location).assumptions
             extras = {"discriminator": discriminator.config} if discriminator else {}
             return {**description, **extras, **({"assumed": assumed(description)} if assumed else {})}
         if kind == "checkpoint":
             description = next(iter(read_descriptions(read_checkpoint(location, verify=False)[0], location).values()))
         else:
-            name, arguments = read_config(location)
-            description = {"model": name, **arguments}
+            description = read_config(location)
         extras = {"tokenizer": str(tokenizer_file(location) or "clip")} if "vocab_size" in description else {}
         return {**description, **extras}
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import sample
 from tandem.distributed.engines.arithmetic import SkipGuard
 from tandem.models import Decoder
-from tandem.models.diffusion import DiffusionLoss, Losses
+from tandem.models.diffusion.losses import DiffusionLoss, Losses
 from tests.models.test_clip import write_clip
 from tests.scripts import (
     DECODER,

@@ -44,10 +44,17 @@ class Pretrained(nn.Module):
 
     Config: ClassVar[type[ModelConfig]]
     """The dataclass that the constructor takes."""
-    config: dict[str, Any]
-    """The fields of the configuration by name, of JSON's types; set by the constructor."""
     not_in_the_weights: ClassVar[frozenset[str]] = frozenset()
     """Arguments that have no effect on the weights, so `load_weights_from` accepts a model that differs in them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._arguments: dict[str, Any] = config.to_dict()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of the configuration by name, of JSON's types."""
+        return self._arguments
 
     @classmethod
     def from_dict(cls: type[Self], arguments: Mapping[str, Any]) -> Self:
@@ -84,8 +91,8 @@ class Pretrained(nn.Module):
             ValueError: one line, if a file is missing, damaged, hostile or of another model.
         """
         folder = Path(folder)
-        class_name, config = read_config(folder)
-        if class_name != cls.__name__:
+        config = read_config(folder)
+        if (class_name := config.pop("model")) != cls.__name__:
             raise ValueError(f"{folder} holds a {class_name}, not a {cls.__name__}")
         return cls.with_weights(folder, config, read_weights(folder))
 
@@ -110,8 +117,13 @@ class Pretrained(nn.Module):
         return {name: value for name, value in self.config.items() if name not in ignored}
 
     @classmethod
-    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+    def with_weights(
+        cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], is_lazy: bool = False
+    ) -> Self:
         """The model of untrusted constructor arguments and weights, in eval mode.
+
+        Args:
+            is_lazy: See `build_with_weights`.
 
         Raises:
             ValueError: one line that names ``source``, if they do not fit, or a weight is not finite.
@@ -124,7 +136,7 @@ class Pretrained(nn.Module):
             check_arguments(config, weights)
             if bad_weight := next((name for name in weights if not weights[name].isfinite().all()), None):
                 raise ValueError(f"{bad_weight} is not finite")
-            return build_with_weights(lambda: cls.from_dict(config), weights).eval()
+            return build_with_weights(lambda: cls.from_dict(config), weights, is_lazy=is_lazy).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
 
@@ -149,27 +161,27 @@ def get_model_class(name: str, source: Path) -> type[Pretrained]:
     return model_class
 
 
-def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> Any:
-    """The model of a `Pretrained.description`, with these weights. Raises ValueError, in one line that names
-    ``source``, if they do not fit."""
+def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path, is_lazy: bool = False) -> Any:
+    """The model of a `Pretrained.description`, with these weights; ``is_lazy`` as in `build_with_weights`. Raises
+    ValueError, in one line that names ``source``, if they do not fit."""
     arguments = {name: value for name, value in description.items() if name != "model"}
-    return get_model_class(description["model"], source).with_weights(source, arguments, weights)
+    return get_model_class(description["model"], source).with_weights(source, arguments, weights, is_lazy)
 
 
-def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Name of the model's class and its constructor arguments, unchecked.
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `Pretrained.description` in a folder: the model's class and its constructor arguments, unchecked.
 
     Raises:
         ValueError: one line, if there is no such config.json.
     """
     with _translate_errors(folder):
         config = read_json(check_inside(folder / CONFIG_FILE, folder))
-        class_name = config.pop("model", None)
+        class_name = config.get("model")
         if not (isinstance(class_name, str) and class_name.isidentifier()):
             foreign_type = config.get("architectures") or config.get("model_type")
             hint = f", but one of transformers, {str(foreign_type)[:80]}" if foreign_type else ""
             raise ValueError(f"its {CONFIG_FILE} names no model of this package{hint}")
-        return class_name, rename_settings({name: value for name, value in config.items() if name not in _EXTRAS})
+        return rename_settings({name: value for name, value in config.items() if name not in _EXTRAS})
 
 
 def holds_weights(folder: Path) -> bool:

@@ -98,8 +98,13 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]) -> Model:
+def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor], *, is_lazy: bool = False) -> Model:
     """The model that ``build`` makes, with ``weights``. Names and shapes are compared before its memory is allocated.
+    The global random generator stays as it is.
+
+    Args:
+        is_lazy: The model is only described or copied from: it takes no memory of its own. Its weights are the given
+            tensors themselves, in their dtype, which may be mapped from a file; other buffers have no values.
 
     Raises:
         ValueError: one line that names the first weight that is missing, superfluous, or of another shape or kind.
@@ -109,7 +114,8 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
             torch.device("meta"),
             _limit(len(weights) + _MAX_SPARE_TENSORS, math.inf, "the model would have many more weights than the file"),
         ):
-            expected = dict(build().state_dict())
+            model = build()
+            expected = dict(model.state_dict())
     except Exception as error:  # a constructor can raise anything for a file's values
         raise ValueError(one_line(error)) from None
     for name in [*expected, *weights]:
@@ -119,8 +125,10 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
             raise ValueError(f"{name} should have shape {ours}, not {theirs}{hint}")
         if expected[name].is_floating_point() != weights[name].is_floating_point():
             raise ValueError(f"{name} should be of the kind {expected[name].dtype}, not {weights[name].dtype}")
-    model = build()
-    model.load_state_dict(weights)
+    if not is_lazy:
+        with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
+            model = build()
+    model.load_state_dict(weights, assign=is_lazy)
     return model
 
 

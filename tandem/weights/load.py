@@ -13,12 +13,6 @@ from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes, read_json_or_empty
 from tandem.io.writing import write_atomically
 from tandem.training.run_folder.starts import script_of
 
-DISCRIMINATOR = "discriminator"  # name in a checkpoint of the network that its model was trained against
-
-#: (path of a public file, "best" or DISCRIMINATOR) -> its model. A run that reads the architecture of a file puts the
-#: model here, and the next load takes it out, so that the file is read once.
-LOADED_MODELS: dict[tuple[Path, str], Any] = {}
-
 # Importing PyTorch takes seconds, so functions import it, and modules that need it, after arguments are checked.
 
 
@@ -46,28 +40,29 @@ def resolve(path: Path) -> tuple[str, Path]:
     raise ValueError(f"{path}: {reason}expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
-def load_model(path: str | Path, weights: str = "best") -> Any:
+def load_model(path: str | Path, weights: str = "best", *, is_lazy: bool = False) -> Any:
     """The model at ``path``, which may be of any kind that `resolve` finds, on the CPU and in eval mode.
 
     Args:
         weights: Those of a checkpoint or a public file: "ema" (their moving average), "online" (as trained), or "best",
             which means the average if there is one.
+        is_lazy: The model is only described or copied from, and takes no memory (`build_with_weights`).
 
     Raises:
         ValueError: one line, if there is no model.
     """
     from tandem.io.published import check_has_one_set
-    from tandem.models.base import build, get_model_class, read_config
+    from tandem.models.base import build, read_config, read_weights
     from tandem.training.checkpoint.models import read_model
     from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(Path(path))
-    if kind == "checkpoint":
-        return build(*read_model(location, weights), location)
     if kind == "file":
-        return LOADED_MODELS.pop((location, weights), None) or detect_format(location).load(location, weights)
+        return detect_format(location).load(location, weights, is_lazy)
+    if kind == "checkpoint":
+        return build(*read_model(location, weights), location, is_lazy)
     check_has_one_set(location, weights)
-    return get_model_class(read_config(location)[0], location).from_pretrained(location)
+    return build(read_config(location), read_weights(location), location, is_lazy)
 
 
 @contextmanager
@@ -117,12 +112,12 @@ def open_model(path: str | Path, *class_names: str) -> Trained:
     return Trained(model.eval(), identity, tokenizer_file(source))
 
 
-def load_named_model(path: str | Path, *class_names: str) -> Any:
-    """The model of `open_model`, with its errors."""
+def load_named_model(path: str | Path, *class_names: str, is_lazy: bool = False) -> Any:
+    """The model of `open_model`, with its errors; ``is_lazy`` as in `load_model`."""
     from .card import KINDS
 
     with with_user_name(path):
-        model = load_model(newest_weights(Path(path)))
+        model = load_model(newest_weights(Path(path)), is_lazy=is_lazy)
     if class_names and (class_name := type(model).__name__) not in class_names:
         origin = f" of {KINDS[class_name].script}" if class_name in KINDS else ""
         raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(class_names)}")
@@ -142,7 +137,8 @@ def init_model(
     torch.manual_seed(args.seed)
     model = build_in_memory(cls, **(config or cls.Config.from_args(args)).to_dict())
     if args.init_from:
-        (copy_weights or cls.load_weights_from)(model, load_named_model(args.init_from, cls.__name__), args.init_from)
+        source = load_named_model(args.init_from, cls.__name__, is_lazy=True)
+        (copy_weights or cls.load_weights_from)(model, source, args.init_from)
     return model
 
 
@@ -212,11 +208,9 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
     from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(path)
-    if (location, DISCRIMINATOR) in LOADED_MODELS:
-        return LOADED_MODELS.pop((location, DISCRIMINATOR))
     if kind == "file":
         return detect_format(location).load_discriminator(location)
-    return build(*read_model(location, name=DISCRIMINATOR), location) if from_runs and kind == "checkpoint" else None
+    return build(*read_model(location, name="discriminator"), location) if from_runs and kind == "checkpoint" else None
 
 
 def init_discriminator(model_class: Any, args: Any) -> Any:

@@ -36,8 +36,7 @@ from tests.models.reference.tokenizers import state_of as public_vqgan
 from tests.models.test_clip import write_clip
 from tests.models.test_decoder import decoder
 from tests.scripts import RUN, SCRIPTS, TOKENIZER, words
-from tests.test_decoder_config import SMALL_UNET, changed
-from tests.test_taming_config import TAMING
+from tests.test_public_configs import EXAMPLE, SMALL_UNET, TAMING
 from tests.weights.test_dalle2 import laion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,10 +191,9 @@ def write_inputs(folder: Path) -> None:
     _write_listed(folder)
     shutil.copy(folder / "run" / "config.yaml", folder / "config.yaml")
     shutil.copy(folder / "run" / "vae-final.pt", folder / "vae_tiny.pt")
-    of_decoder = changed("decoder.unets", [{**SMALL_UNET, "image_embed_dim": 9, "cond_dim": 8, "channels": 3}])[
-        "decoder"
-    ]
-    public = {"decoder": {**of_decoder, "image_sizes": [16], "timesteps": 20}, "train": {"epochs": 1}}
+    unets = [{**SMALL_UNET, "image_embed_dim": 9, "cond_dim": 8, "channels": 3}]
+    of_decoder = {**EXAMPLE["decoder"], "unets": unets, "image_sizes": [16], "timesteps": 20}
+    public = {"decoder": of_decoder, "train": {"epochs": 1}}
     (folder / "taming.yaml").write_text(yaml.safe_dump(TAMING))
     (folder / "public.json").write_text(json.dumps(public))
 

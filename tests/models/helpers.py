@@ -113,6 +113,11 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict whose names have a prefix."""
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
 def without(state: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     """A state dict without the weights whose names begin so."""
     return {name: tensor for name, tensor in state.items() if not name.startswith(names)}

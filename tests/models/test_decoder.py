@@ -110,18 +110,6 @@ def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
     assert {tuple(level.tolist()) for level in levels if level is not None} == {(999, 999)} and drawn.isfinite().all()
 
 
-def test_training_pictures_are_of_each_size_and_between_minus_one_and_one() -> None:
-    model = decoder()
-    images = torch.cat([torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), 255)]).to(torch.uint8)
-    batch = {"images": images, "image_embed": EMBEDDINGS[:2]}
-    small, given = model.training_pictures(batch, 0)
-    assert small.shape == (2, 3, 8, 8) and torch.equal(given["image_embed"], EMBEDDINGS[:2]) and len(given) == 1
-    large, given = model.training_pictures(batch, 1)
-    assert large.shape == given["lowres_image"].shape == (2, 3, 16, 16) and len(given) == 1
-    for pictures in (small, large, given["lowres_image"]):
-        torch.testing.assert_close(pictures, torch.tensor([-1.0, 1.0])[:, None, None, None].expand_as(pictures))
-
-
 def test_the_condition_is_made_smaller_then_blurred_then_enlarged_then_cropped() -> None:
     """As the public package does it by default: one bright pixel of the small picture spreads over its neighbours."""
     images = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
@@ -150,13 +138,6 @@ def test_a_pixel_has_the_same_coordinates_in_a_crop_as_in_the_whole_picture() ->
     whole, crops = seen
     expected = torch.stack([whole[0, :, :4, :4], whole[1, :, 12:, 5:9]])  # floor(0.999 x 13), floor(0.4 x 13)
     assert torch.equal(crops, expected) and whole.amin() == -1 and whole.amax() == 1
-
-
-def test_crops_lie_where_their_shares_say() -> None:
-    images = torch.arange(36.0).view(1, 1, 6, 6).repeat(3, 1, 1, 1)
-    places = torch.tensor([[0.0, 0.0], [0.999, 0.999], [0.5, 0.0]])
-    assert crop_images(images, places, 4)[:, 0, 0, 0].tolist() == [0.0, 14.0, 6.0]
-    assert torch.equal(crop_images(images, places, 6), images)
 
 
 def drawn_by(start_at: int, images: Tensor | None = None, conditions: dict[str, Tensor] | None = None) -> Tensor:

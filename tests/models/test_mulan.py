@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tandem.config.models.mulan import MuLaNConfig
 from tandem.models import MuLaN
 from tandem.models.audio_text.audio_transformer import AudioTransformer
-from tandem.models.layers.attention import l2_normalize, output_layers
+from tandem.models.layers.attention import l2_normalize
 from tests.models.helpers import MULAN, MUSICLM, some_pairs
 
 
@@ -38,26 +38,6 @@ def test_text_does_not_depend_on_its_padding() -> None:
         changed = tokens.clone()
         changed[2, place] = (changed[2, place] + 1) % 40
         assert (model.encode_text(changed, lengths)[2] - expected[2]).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize(("spacing", "layers", "depths"), [("last", 2, (2, 1)), ("even", 1, (1,))])
-def test_an_output_below_the_last_is_that_of_a_shallower_model(
-    spacing: str, layers: int, depths: tuple[int, ...]
-) -> None:
-    """Of 3 layers and 1 below the last, the first, if they are even."""
-    deep = small(audio_depth=3, text_depth=3, hierarchical_layers=layers, hierarchical_spacing=spacing)
-    out = deep(**some_pairs(deep))
-    for below, depth in enumerate(depths, start=1):
-        shallow = small(seed=1, audio_depth=depth, text_depth=depth)
-        weights = deep.state_dict()
-        for tower in ("audio", "text"):
-            for name in (".norms.{}.weight", "_latents.projections.{}.weight", "_latents.projections.{}.bias"):
-                weights[tower + name.format(0)] = weights[tower + name.format(below)]
-        weights |= {name: weights[name][:1] for name in ("logit_scale", "bias")}
-        shallow.load_state_dict({name: weights[name] for name in shallow.state_dict()})
-        expected = shallow(**some_pairs(deep))
-        torch.testing.assert_close(out.audio[:, below], expected.audio[:, 0])
-        torch.testing.assert_close(out.text[:, below], expected.text[:, 0])
 
 
 def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | None) -> Tensor:
@@ -111,16 +91,6 @@ def test_autocast_rounds_neither_spectrograms_nor_the_map_to_latents() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model.spectrogram(waveforms), seen) and torch.equal(model.audio_latents(features), latents)
     assert torch.equal(model.bfloat16().spectrogram(waveforms), seen) and not list(model.buffers())
-
-
-def test_even_layers_are_those_of_the_published_formula() -> None:
-    """floor(arange(h) depth / h) (musiclm-pytorch 0.2.8, interspersed_indices), and the last one first."""
-    assert output_layers(6, 0, "last") == output_layers(6, 0, "even") == [5]
-    assert output_layers(6, 2, "last") == [5, 4, 3] and output_layers(6, 2, "even") == [5, 3, 0]
-    for depth in range(2, 13):
-        for below in range(1, depth):
-            published = [math.floor(i * (depth / below)) for i in range(below)]
-            assert output_layers(depth, below, "even") == [depth - 1, *reversed(published)]
 
 
 def test_a_vector_of_zeros_has_a_finite_gradient() -> None:

@@ -1,4 +1,5 @@
-"""The perceptual distances against torchvision's VGG16 and the LPIPS package, and where weights are found."""
+"""The perceptual distances against torchvision's VGG16, and where weights are found. The LPIPS package is compared in
+tests/test_evaluate.py."""
 
 from __future__ import annotations
 
@@ -62,24 +63,6 @@ def test_vgg_is_the_mean_squared_difference_of_torchvisions_last_relu() -> None:
     assert difference.shape == (2, 8, 2, 2) and expected.min() > 0
     torch.testing.assert_close(model.distances(reconstructions, images), expected)
     torch.testing.assert_close(model(reconstructions, images), expected.mean())
-
-
-def test_lpips_with_its_published_heads_equals_the_lpips_package(cache: Path) -> None:
-    torch.manual_seed(0)
-    torch.save(PerceptualLoss("vgg").state_dict(), cache / TRUNK_NAME)
-    model = load_perceptual("lpips", HEADS_FILE)
-    assert model is not None
-    with torch.device("meta"):  # it has a classifier, too
-        package = lpips.LPIPS(net="vgg", pnet_rand=True, pretrained=False, verbose=False)
-    ours = published(model)
-    trunk = {name: ours[f"features.{name.split('.', 2)[2]}"] for name in package.state_dict() if "slice" in name}
-    package.load_state_dict({**trunk, **part(ours, "lin")}, strict=False, assign=True)
-    images, reconstructions = pair(size=48)
-    with torch.no_grad():
-        expected = package(reconstructions, images, normalize=True).flatten()
-    assert expected.min() > 1e-3
-    torch.testing.assert_close(model.distances(reconstructions, images), expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(model(reconstructions, images), expected.mean(), rtol=1e-5, atol=1e-7)
 
 
 @KINDS

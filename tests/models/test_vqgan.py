@@ -1,4 +1,5 @@
-"""The VQGAN: its layers and its range of images. What is true of other autoencoders too is in test_every_model.py."""
+"""The VQGAN: its range of images, and a frozen encoder. What is true of other autoencoders too is in
+test_every_model.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.config.models.autoencoders import QUANTIZERS
 from tandem.models import VQGAN
 from tests.models.helpers import VQGAN as SIZES
 from tests.models.helpers import kept_bytes, some_images
@@ -16,18 +16,6 @@ from tests.models.helpers import kept_bytes, some_images
 def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
     torch.manual_seed(0)
     return VQGAN.from_dict({**SIZES, "quantizer": quantizer, **changes})
-
-
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_a_model_of_normalized_input_sees_and_makes_images_from_minus_one_to_one(quantizer: str) -> None:
-    normalized, plain = tiny(quantizer).eval(), tiny(quantizer, normalize_input=False).eval()
-    plain.load_state_dict(normalized.state_dict())
-    images = some_images()
-    with torch.no_grad():
-        out, expected = normalized(images), plain(2 * images - 1)
-        assert torch.equal(out.codes, expected.codes) and torch.equal(normalized.encode(images), out.codes)
-        assert torch.equal(out.reconstruction, (expected.reconstruction + 1) / 2)
-        assert torch.equal(normalized.decode(out.codes), out.reconstruction)
 
 
 def test_a_model_of_other_input_starts_from_weights_that_normalize_it_but_for_the_padding() -> None:

@@ -6,12 +6,19 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import io
+import os
 import pathlib
+import pickle
+import re
+import struct
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lpips
 import numpy as np
 import pytest
 import torch
@@ -22,18 +29,16 @@ import convert
 from tandem.config.models.decoder import DecoderConfig
 from tandem.io.published import read_state_dict
 from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
+from tandem.weights.formats.dalle import save_dalle
 from tandem.weights.formats.detection import FORMATS, detect_format
 from tandem.weights.load import load_model
-from tests.models.helpers import MUSICLM, VAE, assert_same_bits, one_line_of
+from tests.models.helpers import MUSICLM, VAE, Call, assert_same_bits, one_line_of, prefixed
+from tests.models.reference import tokenizers
 from tests.models.reference.autoencoders import state_of, written
 
 State = dict[str, Tensor]
 STATE = state_of("ldm")
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 334643276\n"
-
-
-def prefixed(prefix: str, state: State = STATE) -> State:
-    return {prefix + name: tensor for name, tensor in state.items()}
 
 
 def compiled(state: State) -> State:
@@ -50,11 +55,12 @@ TRAINED = {
 }  # fmt: skip
 VARIANTS: dict[str, Any] = {
     "plain": STATE, "under model": {"model": STATE}, "of DeepSpeed": {"module": STATE, "dp_world_size": 2},
-    "under weights": {"weights": STATE}, "of a trainer": {"state_dict": STATE, **TRAINED},
-    "of DDP": {"state_dict": prefixed("module.")}, "compiled": prefixed("_orig_mod."), "inside": compiled(STATE),
-    "compiled in DDP": {"model": prefixed("module._orig_mod.")}, "of FSDP": prefixed("_fsdp_wrapped_module."),
-    "in a module of Lightning": {"state_dict": prefixed("model.")},
-    "in one of another name": {"state_dict": {**prefixed("vae."), "lpips.net.weight": torch.zeros(3)}, **TRAINED},
+    "under weights": {"weights": STATE}, "of a trainer": {"state_dict": STATE, **TRAINED}, "inside": compiled(STATE),
+    "of DDP": {"state_dict": prefixed("module.", STATE)}, "compiled": prefixed("_orig_mod.", STATE),
+    "compiled in DDP": {"model": prefixed("module._orig_mod.", STATE)},
+    "of FSDP": prefixed("_fsdp_wrapped_module.", STATE),
+    "in a module of Lightning": {"state_dict": prefixed("model.", STATE)},
+    "in one of another name": {"state_dict": {**prefixed("vae.", STATE), "lpips.w": torch.zeros(3)}, **TRAINED},
     "of VA-VAE": {"state_dict": {**STATE, "linear_proj.weight": torch.zeros(4), "foundation_model.w": torch.ones(1)}},
 }  # fmt: skip
 
@@ -191,3 +197,119 @@ def test_a_pointer_in_a_model_folder_and_a_folder_of_transformers_are_named(
 def test_the_file_of_a_model_folder_leads_to_the_folder(tmp_path: Path) -> None:
     DiscreteVAE.from_dict(VAE).save_pretrained(tmp_path / "model")
     assert f"give {tmp_path / 'model'}" in one_line_of(load_model, tmp_path / "model" / "model.safetensors")
+
+
+def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:
+    model = DiscreteVAE.from_dict(VAE).to(memory_format=torch.channels_last)
+    model.save_pretrained(tmp_path)
+    save_dalle(model, tmp_path / "vae.pt")
+    assert_same_bits(DiscreteVAE.from_pretrained(tmp_path), model)
+    assert_same_bits(FORMATS["dalle"].load(tmp_path / "vae.pt"), model)
+
+
+def test_a_run_without_a_model_yet_says_how_to_get_one(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / "model"):
+        complaint = one_line_of(DiscreteVAE.from_pretrained, folder)
+        assert f"convert.py export {tmp_path / 'run'} DIR --to model" in complaint
+
+
+def test_a_dalle_file_of_before_1_6_0_is_read_as_three_channels_and_gives_the_public_codes(tmp_path: Path) -> None:
+    """96 of the 104 releases of DALLE-pytorch wrote no `channels`. What is written back has all seven hparams."""
+    path, state = tmp_path / "vae.pt", tokenizers.state_of("vae")
+    torch.save({"hparams": tokenizers.VAE, "weights": state}, path)
+    model = FORMATS["dalle"].load(path)
+    assert_same_bits(model.state_dict(), state)
+    codes = model.get_codebook_indices(tokenizers.images("vae"))
+    assert torch.equal(codes, tokenizers.stored_output("vae", "codes"))
+    public = tokenizers.stored_output("vae", "reconstruction") / 2 + 0.5  # its decoder leaves them normalised
+    torch.testing.assert_close(model.decode(codes), public, rtol=0, atol=1e-5)
+    save_dalle(model, tmp_path / "back.pt")
+    content = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert content["hparams"] == {**tokenizers.VAE, "channels": 3}
+    assert_same_bits(content["weights"], state)
+
+
+# Of every format.
+
+WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.tensor([1, 2, 3])}
+MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({"little_endian": True}, 2)
+
+
+def save_old(content: Any, path: Path, pickle_protocol: int = 2) -> None:
+    torch.save(content, path, pickle_protocol=pickle_protocol, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("save", [torch.save, save_old, save_file], ids=["zip", "old", "safetensors"])
+def test_every_format_gives_the_tensors_that_are_asked_for(save: Callable[..., None], tmp_path: Path) -> None:
+    path = tmp_path / ("weights.safetensors" if save is save_file else "weights.pth")
+    save(WEIGHTS, path)
+    found = read_state_dict(path)
+    assert_same_bits(found, WEIGHTS)
+    assert read_state_dict(path, {"a.bias", "b.bias"}).keys() == {"a.bias"}
+
+
+def test_a_published_file_of_before_pytorch_1_6_is_read_onto_the_cpu() -> None:
+    path = Path(lpips.__file__).parent / "weights/v0.1/vgg.pth"  # saved on cuda:0
+    heads = read_state_dict(path)
+    assert list(heads) == [f"lin{i}.model.1.weight" for i in range(5)]
+    assert {tensor.device.type for tensor in heads.values()} == {"cpu"}
+    assert_same_bits(heads, torch.load(path, map_location="cpu", weights_only=True))
+
+
+def test_tensors_as_the_first_versions_of_pytorch_wrote_them_are_read(tmp_path: Path) -> None:
+    weight = WEIGHTS["a.weight"]
+    old = Call(torch._utils._rebuild_tensor, weight._typed_storage(), 0, (3, 4), (4, 1))
+    save_old(collections.OrderedDict(weight=old), tmp_path / "old.pth")
+    assert torch.equal(read_state_dict(tmp_path / "old.pth")["weight"], weight)
+
+
+@pytest.mark.parametrize("save", [torch.save, save_old], ids=["zip", "old"])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_file_with_a_call_is_refused_and_not_run(save: Callable[..., None], protocol: int, tmp_path: Path) -> None:
+    for call in (Call(os.mkdir, str(tmp_path / "trace")), Call(bytearray, 10**12)):
+        save({"a": call}, tmp_path / "x.pth", pickle_protocol=protocol)
+        complaint = one_line_of(read_state_dict, tmp_path / "x.pth")
+        assert "without running code" in complaint and not (tmp_path / "trace").exists()
+        assert protocol > 2 or re.search(r"it calls for \S+, and no plain tensor needs that", complaint)
+
+
+def old_file(elements: bytes) -> bytes:
+    """A state dict with one tensor whose storage has as many elements as an instruction says."""
+    storage = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpu" + elements + b"NtQ"
+    sizes = b"K\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes
+    return MAGIC + b"\x80\x02}U\x01a" + tensor + b"s." + pickle.dumps(["0"], 2) + struct.pack("<qf", 1, 2.5)
+
+
+def test_an_old_file_may_claim_no_more_elements_than_it_can_hold(tmp_path: Path) -> None:
+    path, many = tmp_path / "x.pth", b"\x8a\x06" + (2**40).to_bytes(6, "little")
+    path.write_bytes(old_file(b"K\x01"))
+    assert read_state_dict(path)["a"].tolist() == [2.5]
+    for said in (many, many + b"q\x090h\x09"):  # put away and fetched again, too
+        path.write_bytes(old_file(said))
+        assert "its tensors are larger than the file" in one_line_of(read_state_dict, path)
+
+
+def tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"), io.BytesIO())
+
+
+def cut_short(path: Path) -> None:
+    save_old(WEIGHTS, path)
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+NO_STATE_DICT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "tar.pth": (tar, "holds no weights"), "cut.pth": (cut_short, "holds no weights"),
+    "words.pth": (lambda path: torch.save({"a": "b"}, path), "something beside names and tensors"),
+    "pipe.pth": (os.mkfifo, "not a regular file"), "nothing.pth": (lambda path: None, "cannot read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_STATE_DICT)
+def test_what_holds_no_state_dict_is_one_line_that_names_the_file(name: str, tmp_path: Path) -> None:
+    write, complaint = NO_STATE_DICT[name]
+    write(tmp_path / name)
+    assert complaint in one_line_of(read_state_dict, tmp_path / name)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.config.models.decoder import DecoderConfig
 from tandem.models import Decoder
 from tandem.models.building import build_on_meta
-from tandem.models.diffusion import Schedule
+from tandem.models.diffusion.schedule import Schedule
 from tandem.weights.formats.dalle2 import public_state, save_public_decoder
 from tandem.weights.formats.dalle2_config import decoder_config
 from tandem.weights.formats.detection import FORMATS
@@ -227,9 +227,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_decoder_is_refused_in_one_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_what_is_no_decoder_is_refused_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wrong, complaint = BROKEN[name]
     path = laion(tmp_path / "latest.pth", **wrong)
@@ -238,17 +236,14 @@ def test_what_is_no_decoder_is_refused_in_one_line(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_configuration_and_a_pipe_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "latest.pth"
     assert "cannot read" in one_line_of(DALLE2.load, path)
-    for make, complaint in (
-        (lambda: torch.save(PUBLIC, path), "there is no "),
-        (lambda: torch.save({"config": 3, "model": PUBLIC}, path), "no part about a decoder"),
-        (lambda: path.write_bytes(laion(path).read_bytes()[:-100]), "cut off"),
-        (lambda: (path.unlink(), os.mkfifo(path)), "not a regular file"),
-    ):
-        make()
-        assert complaint in one_line_of(DALLE2.load, path)
+    torch.save(PUBLIC, path)
+    assert "there is no " in one_line_of(DALLE2.load, path)
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in one_line_of(DALLE2.load, path)
 
 
 @pytest.mark.parametrize(("changes", "complaint"), [

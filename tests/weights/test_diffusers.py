@@ -11,10 +11,11 @@ import torch
 
 from tandem.weights.formats.detection import FORMATS
 from tandem.weights.load import load_model
-from tests.models.reference.autoencoders import CASES, images
+from tests.models.helpers import assert_same_bits
+from tests.models.reference.autoencoders import CASES, DIFFUSERS, images
 from tests.models.reference.unets import weights_of
 
-DIFFUSERS_CASES = [name for name, case in CASES.items() if case.package in ("AutoencoderKL", "VQModel")]
+DIFFUSERS_CASES = [name for name, case in CASES.items() if case.package in DIFFUSERS]
 
 
 def random_model(case: str) -> Any:
@@ -39,7 +40,8 @@ def assert_compute_the_same(ours: Any, theirs: Any, case: str) -> None:
             encoded = theirs.encode(2 * pixels - 1).latent_dist.mean
             torch.testing.assert_close(ours.encode(pixels), encoded, rtol=1e-5, atol=1e-5)
             expected = theirs.decode(encoded).sample
-        torch.testing.assert_close(ours.decode(encoded), expected / 2 + 0.5, rtol=1e-5, atol=1e-5)
+        for reconstruction in (ours.decode(encoded), ours(pixels).reconstruction):
+            torch.testing.assert_close(reconstruction, expected / 2 + 0.5, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", DIFFUSERS_CASES)
@@ -47,9 +49,12 @@ def test_a_model_of_diffusers_is_read_and_written_back_and_computes_the_same(cas
     theirs = random_model(case)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
+    assert ours.config.items() >= {"body": "taming", **CASES[case].ours}.items() and not ours.training
     assert_compute_the_same(ours, theirs, case)
-    FORMATS["diffusers"].save(ours, tmp_path / "back")
+    note = FORMATS["diffusers"].save(ours, tmp_path / "back")
     back = type(theirs).from_pretrained(tmp_path / "back")
-    assert all(torch.equal(weight, back.state_dict()[name]) for name, weight in theirs.state_dict().items())
-    assert back.state_dict().keys() == theirs.state_dict().keys()
+    assert note == f"load it by {CASES[case].package}.from_pretrained"
+    ours_written, expected = ({k: v for k, v in each.config.items() if k[0] != "_"} for each in (back, theirs))
+    assert ours_written == expected
+    assert_same_bits(back, theirs)
     assert_compute_the_same(ours, back.eval(), case)

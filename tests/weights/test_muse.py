@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.models import VQGAN, Discriminator
 from tandem.weights.formats.detection import FORMATS
 from tandem.weights.formats.muse import save_public_vqgan
-from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images, without
+from tests.models.helpers import assert_same_bits, one_line_of, refused, some_images, without
 from tests.models.reference import tokenizers
 
 STATE = tokenizers.state_of("vqgan")
 IMAGES = tokenizers.images("vqgan")
 MUSE = FORMATS["muse"]
-SMALL: dict[str, Any] = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "normalize_input": False}
 
 
 @pytest.fixture
@@ -69,24 +67,17 @@ def test_without_its_discriminator_a_model_is_loaded_without_one(public: Path, t
     assert MUSE.load_discriminator(tmp_path / "back.pt") is None
 
 
-def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
-    """Its checkpoint, with two optimizers; its moving average, beside the weights as trained; and safetensors."""
-    moments = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1e-4}]}
-    online = {name: tensor + 1 for name, tensor in STATE.items()}
+def test_of_the_trainers_moving_average_either_weights_are_read(public: Path, tmp_path: Path) -> None:
     average = {"initted": torch.tensor(True), "step": torch.tensor(7)}
-    average |= {f"ema_model.{name}": tensor for name, tensor in STATE.items()}
-    average |= {f"online_model.{name}": tensor for name, tensor in online.items()}
-    torch.save({"model": STATE, "optim": moments, "discr_optim": moments}, tmp_path / "trainer.pt")
+    for name, tensor in STATE.items():
+        average |= {f"ema_model.{name}": tensor, f"online_model.{name}": tensor + 1}
     torch.save(average, tmp_path / "vae.0.ema.pt")
-    save_file(STATE, tmp_path / "vae.safetensors")
-    torch.save(STATE, tmp_path / "vae.pt")
-    plain = MUSE.load(tmp_path / "vae.pt").state_dict()
-    for name in ("trainer.pt", "vae.0.ema.pt", "vae.safetensors"):
-        assert MUSE.is_format(tmp_path / name)
-        assert_same_bits(MUSE.load(tmp_path / name).state_dict(), plain)
+    plain = MUSE.load(public).state_dict()
+    assert MUSE.is_format(tmp_path / "vae.0.ema.pt")
+    assert_same_bits(MUSE.load(tmp_path / "vae.0.ema.pt").state_dict(), plain)
     trained = MUSE.load(tmp_path / "vae.0.ema.pt", weights="online").state_dict()
     assert_same_bits(trained, {name: tensor + 1 for name, tensor in plain.items()})
-    assert "--weights ema" in one_line_of(lambda path: MUSE.load(path, weights="ema"), tmp_path / "vae.pt")
+    assert "--weights ema" in one_line_of(lambda path: MUSE.load(path, weights="ema"), public)
 
 
 def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
@@ -106,17 +97,6 @@ def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp
     assert "16" in refused(save_public_vqgan, model, tmp_path / "back.pt")
 
 
-@pytest.mark.parametrize(("sizes", "complaint"), [
-    ({"quantizer": "fsq"}, "fsq"), ({"quantizer": "bsq"}, "bsq"), ({"normalize_input": True}, "--no-normalize_input"),
-    ({"dim": 8}, "16"),
-])  # fmt: skip
-def test_a_model_that_the_public_package_has_not_is_refused(
-    sizes: dict[str, Any], complaint: str, tmp_path: Path
-) -> None:
-    assert complaint in refused(save_public_vqgan, VQGAN.from_dict({**SMALL, **sizes}), tmp_path / "vae.pt")
-    assert list(tmp_path.iterdir()) == []
-
-
 # The file's weights with others, and what the message has to say.
 MISTAKES: list[tuple[Any, str]] = [
     ({**STATE, "quantizer._codebook.embed": torch.zeros(1, 4, 8)}, "LFQ"),
@@ -130,17 +110,13 @@ MISTAKES: list[tuple[Any, str]] = [
     (without(STATE, "quantizer.project_out.weight"), "should have shape (32, 8, 1, 1)"),
     ({**without(STATE, "quantizer.mask"), "quantizer.project_in.weight": torch.zeros(64, 32)}, "64 bits"),
     ({**STATE, "enc_dec.decoders.5.bias": torch.ones(3).long()}, "of the kind"),
-    ({**STATE, "enc_dec.x": Call(print, "ran")}, "without running code"), ([STATE], "a list"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "complaint"), MISTAKES, ids=[said for _, said in MISTAKES])
-def test_another_file_is_refused_in_one_line(
-    content: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_file_is_refused_in_one_line(content: Any, complaint: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "vae.pt")
     assert complaint in one_line_of(MUSE.load, tmp_path / "vae.pt")
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("name", "complaint"), [

@@ -25,8 +25,8 @@ from tandem.config.fields import ModelConfig, Requirement, check_whole, flag, wh
 from .autoencoders import RecomputingConfig
 
 _SWITCHES = ("sparse_attn", "memory_efficient", "coordinates", "plain_init_conv")
-# Fields of `UnetConfig` for which `DecoderConfig` has a list with a value for each Unet.
-_PER_UNET = (
+#: Fields of `UnetConfig` for which `DecoderConfig` has a list with a value for each Unet.
+PER_UNET = (
     "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "self_attn", "attn_heads", "attn_dim_head",
     "cross_attn_heads", "cross_attn_dim_head", "resnet_groups",
 )  # fmt: skip
@@ -289,7 +289,7 @@ class DecoderConfig(RecomputingConfig):
         others: dict[str, Any] = {"lowres_cond": True, "lowres_noise_cond": self.lowres_condition == "noise"}
         return [
             UnetConfig(
-                **{name: getattr(self, name)[index] for name in _PER_UNET},
+                **{name: getattr(self, name)[index] for name in PER_UNET},
                 **{name: name in switches for name in _SWITCHES},  # type: ignore[arg-type]
                 **(others if index else first), max_text_len=self.max_text_len, image_embed_scale=scale,
                 learned_variance=bool(learns_variance), gradient_checkpointing=self.gradient_checkpointing,

@@ -94,9 +94,8 @@ class MuLaN(Pretrained):
     cut_before = ("text",)  # see tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: MuLaNConfig) -> None:
-        super().__init__()
         config.check()
-        self.config = config.to_dict()
+        super().__init__(config)
         # Whether CLIP's tokenizer marks the start and the end of a text; musiclm-pytorch has no marks.
         self.adds_text_marks = config.layout == "tandem"
         self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)

@@ -59,8 +59,7 @@ class DiscreteVAE(Pretrained):
     cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: DiscreteVAEConfig) -> None:
-        super().__init__()
-        self.config = config.to_dict()
+        super().__init__(config)
         image_size, num_tokens, num_layers = config.image_size, config.num_tokens, config.num_layers
         num_resnet_blocks, hidden_dim, codebook_dim = config.num_resnet_blocks, config.hidden_dim, config.codebook_dim
         if num_layers < 1 or num_resnet_blocks < 0:

@@ -34,8 +34,7 @@ class Discriminator(Pretrained):
     num_heads = 1
 
     def __init__(self, config: DiscriminatorConfig) -> None:
-        super().__init__()
-        self.config = config.to_dict()
+        super().__init__(config)
         dim, channels, layers = config.dim, config.channels, config.layers
         if min(dim, channels, layers) < 1:
             sizes = f"dim {dim}, {channels} channels and {layers} layers"
@@ -94,8 +93,7 @@ class VideoDiscriminator(Pretrained):
     Config = VideoDiscriminatorConfig
 
     def __init__(self, config: VideoDiscriminatorConfig) -> None:
-        super().__init__()
-        self.config = config.to_dict()
+        super().__init__(config)
         self.frame_head = Discriminator(DiscriminatorConfig(config.dim, config.layers))
         self.clip_heads = nn.ModuleList(_ClipHead(config.dim, config.layers) for _ in _TIME_STRIDES)
 

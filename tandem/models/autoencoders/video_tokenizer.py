@@ -68,8 +68,7 @@ class VideoTokenizer(Autoencoder):
     cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
-        super().__init__()
-        self.config = config.to_dict()
+        super().__init__(config)
         check_options(config)
         self.frames_per_code = frames_per_code(config.layers)
         self.pixels_per_code = pixels_per_code(config.layers, config.patch_size)

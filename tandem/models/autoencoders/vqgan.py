@@ -66,8 +66,7 @@ class VQGAN(Autoencoder):
     cut_before = ("quantizer",)  # see tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VQGANConfig) -> None:
-        super().__init__()
-        self._arguments = config.to_dict()
+        super().__init__(config)
         check_choices(config)
         check_scale(config)
         dim, channels = config.dim, config.channels
@@ -100,7 +99,7 @@ class VQGAN(Autoencoder):
             self._init_as_normalized()
 
     @property
-    def config(self) -> dict[str, Any]:  # type: ignore[override]
+    def config(self) -> dict[str, Any]:
         """The fields of the configuration by name; a scale of continuous latents that was not given is measured."""
         scale = self._measured_scale()
         return {**self._arguments, **dict(zip(("scaling_factor", "shift_factor"), scale, strict=True) if scale else ())}
@@ -203,9 +202,10 @@ class VQGAN(Autoencoder):
         last.weight /= 2
 
     @classmethod
-    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], *arguments: Any, **options: Any) -> Self:
         # A folder without this argument holds a model whose input is not normalized.
-        return super().with_weights(source, {"normalize_input": False, **without_measured_scale(config)}, weights)
+        config = {"normalize_input": False, **without_measured_scale(config)}
+        return super().with_weights(source, config, *arguments, **options)
 
     def latent_shape(self, side: int) -> tuple[int, int, int]:
         """[d, h', w'] of the continuous latents of images of this side."""

@@ -45,8 +45,7 @@ class Decoder(Pretrained):
     not_in_the_weights = DecoderConfig.not_in_the_weights() | {"clip"}
 
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config.to_dict()
+        super().__init__(config)
         if config.lowres_condition not in LOWRES_CONDITIONS:
             raise ValueError(f"lowres_condition {config.lowres_condition!r} is none of {', '.join(LOWRES_CONDITIONS)}")
         level, timesteps = config.lowres_noise_level, config.timesteps

@@ -36,8 +36,8 @@ class Unet(Pretrained):
     not_in_the_weights = frozenset(("gradient_checkpointing",))
 
     def __init__(self, config: UnetConfig) -> None:
-        super().__init__()
-        self.config, self.spec = config.to_dict(), config  # the fields as a dict, for config.json, and as a dataclass
+        super().__init__(config)
+        self.spec = config
         dim, cond_dim, hidden, widest = config.dim, config.cond_dim, 4 * config.dim, config.dim * config.dim_mults[-1]
 
         dim_in = CHANNELS * (1 + config.lowres_cond) + 2 * config.coordinates

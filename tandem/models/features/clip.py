@@ -97,8 +97,7 @@ class Clip(nn.Module):
         try:
             state = read_state_dict(Path(weights))
             check_arguments(config, state)
-            with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-                network = build_with_weights(lambda: model_class(**copy.deepcopy(config)), state)
+            network = build_with_weights(lambda: model_class(**copy.deepcopy(config)), state)
         except ValueError as error:
             raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
         try:

@@ -122,8 +122,7 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu", eps: float
     # Older files lack the batch counters of the batch normalisations.
     counts = {name: torch.zeros((), dtype=torch.int64) for name in expected if name.endswith("num_batches_tracked")}
     try:
-        with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-            model = build_with_weights(partial(I3D, eps), {**counts, **state})
+        model = build_with_weights(partial(I3D, eps), {**counts, **state})
     except ValueError as error:
         raise ValueError(f"the weights in {weights} are not those of I3D: {error}") from None
     return model.to(device)

@@ -163,8 +163,7 @@ def load_perceptual(
         raise ValueError(f"{flag}: {error}{hint}") from None
     state = {names_by_published[name]: tensor for name, tensor in state.items()}
     try:
-        with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-            model = build_with_weights(lambda: PerceptualLoss(kind, widths), state)
+        model = build_with_weights(lambda: PerceptualLoss(kind, widths), state)
     except ValueError as error:
         raise ValueError(f"{flag}: the weights of {kind} are of another network: {error}") from None
     return model.to(device)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tandem.config.models.decoder import DecoderConfig, UnetConfig
+from tandem.config.models.decoder import PER_UNET, DecoderConfig, UnetConfig
 
 CROSS_ATTENTION = (8, 64)  # heads, and width of a head: constants in DALLE2-pytorch's code
 SCHEDULES = ("cosine", "linear", "sigmoid")
 _OBJECTIVES = {"noise": (False, False), "x_start": (True, False), "v": (False, True)}  # predict_x_start, predict_v
 
-# Keys of a unet for which a `DecoderConfig` has a list with a value for each unet, with their public defaults.
-_PER_UNET = {
-    "dim": None, "dim_mults": [1, 2, 4, 8], "cond_dim": None, "num_resnet_blocks": 2, "self_attn": False,
-    "attn_heads": 16, "attn_dim_head": 32, "resnet_groups": 8,
-}  # fmt: skip
+# Keys of a unet for which a `DecoderConfig` has a list with a value for each unet; their defaults are `UnetConfig`'s.
+_PER_UNET = tuple(name for name in PER_UNET if not name.startswith("cross_attn"))
 _SWITCHES = {"sparse_attn": ("sparse_attn", True), "memory_efficient": ("memory_efficient", True),
              "init_cross_embed": ("plain_init_conv", False)}  # fmt: skip
 UNET_KEYS = (*_PER_UNET, *_SWITCHES, "image_embed_dim", "text_embed_dim", "cond_on_text_encodings", "max_text_len")
@@ -172,7 +169,7 @@ def values_per_unet(decoder: Mapping[str, Any], name: str, default: Any) -> list
 
 def _unet_option(unet: Mapping[str, Any], name: str) -> Any:
     """The value of a unet's key, in the form that `DecoderConfig` has for it."""
-    value = _PER_UNET[name] if unet.get(name) is None else unet[name]
+    value = getattr(UnetConfig, name, None) if unet.get(name) is None else unet[name]
     if name == "cond_dim":
         return unet["dim"] if value is None else value
     if name == "resnet_groups" and isinstance(value, (list, tuple)):

@@ -46,15 +46,16 @@ class PublicFormat(NamedTuple):
     assumptions: Callable[[Mapping[str, Any]], str] | None = None
     """`config` of a model that was read -> a text about the values that its file lacks; None for a complete format."""
 
-    def load(self, path: Path, weights: str = "best") -> Any:
+    def load(self, path: Path, weights: str = "best", is_lazy: bool = False) -> Any:
         """The model in a file or folder, in eval mode.
 
         Args:
             weights: Of a file with both: the moving average ("ema" or "best"), or the weights as trained ("online").
+            is_lazy: See `build_with_weights`.
         """
         with _name_path(path):
             arguments, state = self.read(path, weights)
-        return build({**arguments, "model": self.model}, state, path)
+        return build({**arguments, "model": self.model}, state, path, is_lazy)
 
     def load_discriminator(self, path: Path) -> Any:
         """The discriminator in a file, in eval mode; None if there is none."""

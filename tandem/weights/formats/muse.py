@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from tandem.io.published import read_state_dict, shape_of
-from tandem.io.reading import check_regular
 from tandem.io.weights import on_cpu, replacing
 from tandem.models.autoencoders.discriminator import Discriminator
 from tandem.models.autoencoders.vqgan import VQGAN
+
+from .description import format_arguments
 
 PACKAGE = "muse-maskgit-pytorch 0.3.5"
 _GROUPS = 16  # of every GroupNorm of the public model
@@ -85,8 +86,7 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
         state |= {f"discr.{name}": tensor for name, tensor in on_cpu(discriminator.state_dict()).items()}
     with replacing(path) as temporary:
         torch.save(state, temporary)
-    arguments_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return f"load it into VQGanVAE({arguments_text})" + (f"; {obstacle}" if obstacle else "")
+    return f"load it into VQGanVAE({format_arguments(arguments)})" + (f"; {obstacle}" if obstacle else "")
 
 
 def _check_has_public_form(model: VQGAN) -> None:
@@ -118,7 +118,7 @@ def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discrimina
 
 def _read_state(path: Path, weights: str) -> dict[str, Tensor]:
     """The state dict of a VQGanVAE: as its ``save`` writes it, in {"model": ...} of its trainer, or of an average."""
-    content = read_state_dict(check_regular(path), part="model")
+    content = read_state_dict(path)
     prefix = "online_model." if weights == "online" else "ema_model."
     state = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
     if not state and weights != "best":

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
 from tandem.io.published import check_has_one_set, read_state_dict, shape_of
-from tandem.io.reading import check_regular
 from tandem.io.weights import on_cpu, replacing
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
+
+from .description import format_arguments
 
 PACKAGE = "musiclm-pytorch 0.2.8"
 _N_FFT, _FF_MULT = 128, 4  # the public defaults
@@ -77,8 +78,8 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
             "hierarchical_contrastive_loss": True,
             "hierarchical_contrastive_loss_layers": config["hierarchical_layers"],
         }
-    towers = f"AudioSpectrogramTransformer({_format_arguments(audio)}), TextTransformer({_format_arguments(text)})"
-    return f"load it into MuLaN({towers}, {_format_arguments(options)}); its sounds have {config['sample_rate']} Hz"
+    towers = f"AudioSpectrogramTransformer({format_arguments(audio)}), TextTransformer({format_arguments(text)})"
+    return f"load it into MuLaN({towers}, {format_arguments(options)}); its sounds have {config['sample_rate']} Hz"
 
 
 def _name_pairs(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -172,10 +173,6 @@ def _contrast_names(config: Mapping[str, Any]) -> list[str]:
     return ["contrast", *([f"{_LAYERS}.contrast"] if config["hierarchical_layers"] else [])]
 
 
-def _format_arguments(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-
-
 def _make_constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors that the public package saves beside the weights, by name."""
     stretch = torch.linspace(0, math.pi * _STRETCH_HOP, _STRETCH_FREQUENCIES)[:, None]
@@ -194,9 +191,7 @@ def read_public_mulan(path: Path, weights: str) -> tuple[dict[str, Any], dict[st
             `MuLaN` lacks; or ``weights``, of a checkpoint, is not "best".
     """
     check_has_one_set(path, weights)
-    state = read_state_dict(check_regular(path), part="model")
-    if state and all(name.startswith("module.") for name in state):  # saved from within DistributedDataParallel
-        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    state = read_state_dict(path)
     arguments = _infer_arguments(state)
     _check_constants(state, arguments)
     return arguments, _convert_weights(arguments, state)

@@ -212,7 +212,7 @@ class _AutoencoderNames:
 def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`. The autoencoder may also be the first stage of a whole latent diffusion, whose file holds the
     scale of latents."""
-    content = read_state_dict(path, _AutoencoderNames(), "state_dict")
+    content = read_state_dict(path, _AutoencoderNames())
     prefix = _find_prefix(content)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith((_EMA_PREFIX, *_OTHER_PREFIXES))}

@@ -39,16 +39,14 @@ def select_autoencoder(config: Section) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ValueError: one line, if it is of another model.
     """
-    flat = _flatten(config)
+    flat, notes = _flatten(config), []
     model = require_mapping(flat.get("model"), "model")
-    kind = _class_name(model)
     if _FIRST_STAGE in model:
-        flat, whole_kind = {"model": require_mapping(model[_FIRST_STAGE], _FIRST_STAGE)}, kind
-        model, kind = flat["model"], _class_name(flat["model"])
-        notes = [f"model.target {whole_kind}: its {_FIRST_STAGE} is read, and nothing of what it trains on the latents"]
-    else:
-        notes = []
-    if kind not in _MODELS:
+        whole = f"model.target {_class_name(model)}"
+        notes.append(f"{whole}: its {_FIRST_STAGE} is read, and nothing of what it trains on the latents")
+        model = require_mapping(model[_FIRST_STAGE], _FIRST_STAGE)
+        flat = {"model": model}
+    if (kind := _class_name(model)) not in _MODELS:
         hint = did_you_mean(kind, _MODELS)
         raise ValueError(f"model.target {short(model.get('target'))}: it is none of {', '.join(_MODELS)}{hint}")
     return flat, notes

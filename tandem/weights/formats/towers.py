@@ -87,7 +87,7 @@ def _read_tower(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, An
 
 def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if path.is_file():
-        return _convert_open_clip(read_state_dict(path, part="state_dict"), {}, quick_gelu)
+        return _convert_open_clip(read_state_dict(path), {}, quick_gelu)
     if (path / "open_clip_config.json").is_file():
         content = read_json(path / "open_clip_config.json")
         config = content.get("model_cfg", content)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tandem.models.diffusion import Denoised, Schedule
 from tandem.models.diffusion.losses import prediction_target
+from tandem.models.diffusion.sampling import Denoised
+from tandem.models.diffusion.schedule import Schedule
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.models.decoder import SCHEDULES
-from tandem.models.diffusion import DiffusionLoss, Schedule, sample
 from tandem.models.diffusion.losses import (
     LOSS_WEIGHTS,
     OBJECTIVES,
+    DiffusionLoss,
     check_combination,
     loss_weights,
     predict_x_start,
     prediction_target,
 )
+from tandem.models.diffusion.sampling import sample
+from tandem.models.diffusion.schedule import Schedule
 from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, no_draw, normal, prediction_of
 from tests.models.helpers import refused

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.decoder import SCHEDULES
-from tandem.models.diffusion import Denoised, Inpaint, Schedule, apply_guidance, dynamic_threshold, sample
-from tandem.models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
+from tandem.models.diffusion.sampling import (
+    CLEAN,
+    SAMPLERS,
+    Denoised,
+    Inpaint,
+    apply_guidance,
+    dynamic_threshold,
+    sample,
+    sampling_levels,
+)
+from tandem.models.diffusion.schedule import Schedule
 from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, normal, uniform_levels
 

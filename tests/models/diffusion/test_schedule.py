@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.config.models.decoder import SCHEDULES
-from tandem.models.diffusion import Schedule
+from tandem.models.diffusion.schedule import Schedule
 
 EVERY = [{"name": name, "zero_terminal_snr": zero} for name in SCHEDULES for zero in (False, True)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.models.diffusion import Schedule
+from tandem.models.diffusion.schedule import Schedule
 from tandem.models.diffusion.variance import LearnedVariance, log_likelihood
 from tests.models.diffusion.gaussians import Gaussian
 

@@ -1,4 +1,5 @@
-"""Small autoencoders with taming's body, whose outputs in the packages that have it stand in autoencoders.npz.
+"""Small autoencoders with taming's body, whose outputs in the packages that have it stand in autoencoders.npz. Of
+diffusers it holds shapes and configurations alone: tests/weights/test_diffusers.py computes with diffusers itself.
 
 Weights and images are functions of their names, so that nothing but the outputs has to be stored.
 `make_autoencoders.py` makes the file.
@@ -16,10 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.models.reference.unets import numbers, weights_of
+from tests.models.reference.unets import numbers, output_in, weights_of
 
 FILE = Path(__file__).with_name("autoencoders.npz")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+DIFFUSERS = ("AutoencoderKL", "VQModel")
 
 
 class Case(NamedTuple):
@@ -117,16 +119,15 @@ def stored(case: str, name: str) -> Any:
 
 
 def stored_output(case: str, name: str) -> Tensor:
-    """What the public package has given: "codes", or of continuous latents "latents", and the "reconstruction" in
-    [-1, 1] of these."""
-    with np.load(FILE) as file:
-        return torch.from_numpy(file[f"{case}/{name}"])
+    """What the public package, unless it is diffusers, has given: "codes", or of continuous latents "latents", and the
+    "reconstruction" in [-1, 1] of these."""
+    return output_in(FILE, f"{case}/{name}")
 
 
 def written(case: str, folder: Path) -> Path:
     """The public model of a case as its package writes it: a folder of diffusers, or a file."""
     state, package = state_of(case), CASES[case].package
-    if package in ("AutoencoderKL", "VQModel"):
+    if package in DIFFUSERS:
         path = folder / case
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(stored(case, "config")))
