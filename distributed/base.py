@@ -15,21 +15,19 @@ A script uses only these three classes and never asks for a backend's name:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import _GeneratorContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from tandem.io.exits import Ended, Failed
+from tandem.io.exits import Failed
 from tandem.io.writing import say
 
 from .batch import BatchPlan
-from .errors import TrainingStopped, UserMistake, first_line
+from .errors import UserMistake, first_line
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
     import torch
@@ -166,7 +164,7 @@ class Backend(ABC):
         use_tf32(options.precision)
         if options.deterministic or options.plan.batch_parts:
             use_deterministic_kernels(compiled=options.compile)
-        self._signals = Signals(self._is_orphan, is_root=launch.is_root, launcher=launch.launcher)
+        signals = Signals(self._is_orphan, is_root=launch.is_root, launcher=launch.launcher)
         try:
             file_count = _FILES_PER_PROCESS + self.sockets_per_process * launch.world_size
             if (limit_text := allow_open_files(file_count)) and launch.local_rank == 0:
@@ -176,15 +174,14 @@ class Backend(ABC):
                 use_one_thread()
             self._agree_on_plan(comm)
             self.processes = ProcessGroup(
-                launch, device, comm, self._signals, timeout_minutes=options.timeout_minutes, is_restart=is_restart,
+                launch, device, comm, signals, timeout_minutes=options.timeout_minutes, is_restart=is_restart,
                 compiles=options.compile,
             )  # fmt: skip
             self.remove_time_limit()
-        except UserMistake:  # every process raises it
-            self._signals.close()
-            raise
         except Exception as error:
-            self._signals.close()
+            signals.close()
+            if isinstance(error, UserMistake):  # every process raises it
+                raise
             text = f"rank {launch.rank} of {launch.world_size} could not connect through {self.name}: "
             text += first_line(error)
             if isinstance(error, ImportError) and self.install_hint:
@@ -199,46 +196,9 @@ class Backend(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        is_done = error is None or isinstance(error, SystemExit | Ended)
-        # All processes raise these errors, so a graceful disconnect cannot hang.
-        is_mistake = isinstance(error, UserMistake)
-        is_on_all_ranks = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
-        stop_error, is_graceful, processes = None, False, self.processes
-        try:
-            stop_error = processes.watchdog.explain(error)
-            if stop_error is not None and (processes.is_root or stop_error.on_one_rank):
-                # Print before cleaning up: launchers kill the other processes of a job that has lost one.
-                say(f"stopped: {stop_error}")
-            # Do not wait after a mistake: a process without it would reach the barrier only after the time limit.
-            is_graceful = is_mistake or ((is_done or is_on_all_ranks) and self._all_are_done())
-        finally:
-            processes.watchdog.stop(None if is_done or is_on_all_ranks else error)
-            # Before signals end this process again: launchers send SIGTERM as soon as another process has ended.
-            processes.watchdog.wait_for_writes()
-            self._signals.close()
-            self.disconnect(is_graceful)
-        if stop_error is not None:
-            if stop_error.on_one_rank and processes.world_size > 1:  # else the exit may hang until the launcher kills
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(OSError, ValueError):
-                        stream.flush()
-                processes.watchdog.exit_process()
-            raise Failed(str(stop_error)) from error
-        for task in self._after_leaving if is_done else ():
-            task()
-
-    def _all_are_done(self) -> bool:
-        """Wait until all processes are done and have written their files: a launcher may kill the others when one ends.
-        If one is lost meanwhile, print that and return False."""
-        processes = self.processes
-        processes.watchdog.wait_for_writes()
-        try:
-            processes.stop.drain()
-            processes.watchdog.barrier()
-        except (RuntimeError, ConnectionError) as error:
-            say(f"{processes.watchdog.explain(error) or first_line(error)}, after this process had done its work")
-            return False
-        return True
+        if self.processes.leave(error, self.disconnect):
+            for task in self._after_leaving:
+                task()
 
     def after_leaving(self, task: Callable[[], None]) -> None:
         """Call ``task`` on this process after it has disconnected, if nothing failed. It may take any time, because no

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -10,8 +11,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from tandem.io.exits import CannotGoOn
+from tandem.io.exits import CannotGoOn, Ended, Failed
 from tandem.io.reading import printable
+from tandem.io.writing import say
 
 from .collectives import Communicator
 from .errors import TrainingStopped, UserMistake, first_line, lacks_memory
@@ -134,15 +136,19 @@ class ProcessGroup:
         if self.is_root:
             print(printable(text), file=file, flush=True)
 
-    def heartbeat(self, phase: str, *, is_uninterrupted: bool = False) -> None:
+    def heartbeat(
+        self, phase: str, *, is_uninterrupted: bool = False, update: int | None = None, collective: bool = False,
+        gathers: bool = False,
+    ) -> None:  # fmt: skip
         """Report to the watchdog that this process begins ``phase``; engines and collectives report theirs.
 
         Args:
             is_uninterrupted: The phase contains no further heartbeat, as a user's function or a write. It may take any
                 time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
                 timeout.
+            update, collective, gathers: Of engines, see `Watchdog.heartbeat`.
         """
-        self.watchdog.heartbeat(phase, writes=is_uninterrupted)
+        self.watchdog.heartbeat(phase, update=update, collective=collective, gathers=gathers, writes=is_uninterrupted)
 
     @property
     def waited(self) -> Mapping[str, float]:
@@ -202,6 +208,55 @@ class ProcessGroup:
         if answer and not by_this_process:
             self._signals.announce_stop()
         return answer
+
+    def leave(self, error: BaseException | None, disconnect: Callable[[bool], None]) -> bool:
+        """Leave the job: on purpose, or because of this process's ``error``. Print why the run ends, wait for what this
+        process writes, and disconnect. Returns whether everything was done.
+
+        Args:
+            disconnect: Takes whether to disconnect gracefully, which waits for the others (`Backend.disconnect`).
+
+        Raises:
+            Failed: the run has stopped. Of several processes, one that alone knows the reason ends here.
+        """
+        is_done = error is None or isinstance(error, SystemExit | Ended)
+        # All processes raise these errors, so a graceful disconnect cannot hang.
+        is_mistake = isinstance(error, UserMistake)
+        is_on_all_ranks = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
+        stop_error, is_graceful = None, False
+        try:
+            stop_error = self.watchdog.explain(error)
+            if stop_error is not None and (self.is_root or stop_error.on_one_rank):
+                # Print before cleaning up: launchers kill the other processes of a job that has lost one.
+                say(f"stopped: {stop_error}")
+            # Do not wait after a mistake: a process without it would reach the barrier only after the time limit.
+            is_graceful = is_mistake or ((is_done or is_on_all_ranks) and self._all_are_done())
+        finally:
+            self.watchdog.stop(None if is_done or is_on_all_ranks else error)
+            # Before signals end this process again: launchers send SIGTERM as soon as another process has ended.
+            self.watchdog.wait_for_writes()
+            self._signals.close()
+            disconnect(is_graceful)
+        if stop_error is None:
+            return is_done
+        if stop_error.on_one_rank and self.world_size > 1:  # else the exit may hang until the launcher kills
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            self.watchdog.exit_process()
+        raise Failed(str(stop_error)) from error
+
+    def _all_are_done(self) -> bool:
+        """Wait until all processes are done and have written their files: a launcher may kill the others when one ends.
+        If one is lost meanwhile, print that and return False."""
+        self.watchdog.wait_for_writes()
+        try:
+            self.stop.drain()
+            self.watchdog.barrier()
+        except (RuntimeError, ConnectionError) as error:
+            say(f"{self.watchdog.explain(error) or first_line(error)}, after this process had done its work")
+            return False
+        return True
 
     def about_to_update(self) -> None:
         """An update is about to change weights and moments; from now on there is something to save. For engines."""

@@ -85,11 +85,11 @@ class Engine(ABC):
         """The forward pass, under the chosen precision."""
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
-        self._processes.watchdog.heartbeat("forward", update=self._updates, gathers=self.is_sharded)
+        self._processes.heartbeat("forward", update=self._updates, gathers=self.is_sharded)
         with contextlib.nullcontext() if self._is_eager else self.autocast():
             output = (self._eager_forward if self._is_eager else self.module)(*args, **kwargs)
         if self.is_sharded:
-            self._processes.watchdog.heartbeat("computing")  # no more weights are gathered
+            self._processes.heartbeat("computing")  # no more weights are gathered
         return output
 
     @property
@@ -136,9 +136,9 @@ class Engine(ABC):
         """
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
-        self._processes.watchdog.heartbeat("backward", update=self._updates, gathers=self.is_sharded)
+        self._processes.heartbeat("backward", update=self._updates, gathers=self.is_sharded)
         self._add_gradients(loss, backward_weight(items, total, self._plan), retain_graph)
-        self._processes.watchdog.heartbeat("computing")
+        self._processes.heartbeat("computing")
 
     @abstractmethod
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
@@ -151,14 +151,14 @@ class Engine(ABC):
         Raises:
             TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.
         """
-        self._processes.watchdog.heartbeat("reducing gradients", update=self._updates, collective=True)
+        self._processes.heartbeat("reducing gradients", update=self._updates, collective=True)
         learning_rate = self.lr  # read before the backend's own scheduler advances it
         norm, finite = self._update(with_norm)
         self._updates += 1
         # On a GPU `after_update` waits for the reduction of the update before.
-        self._processes.watchdog.heartbeat("waiting for the sums of gradients", update=self._updates, collective=True)
+        self._processes.heartbeat("waiting for the sums of gradients", update=self._updates, collective=True)
         self._guard.after_update(finite, self._updates)
-        self._processes.watchdog.heartbeat("computing", update=self._updates)
+        self._processes.heartbeat("computing", update=self._updates)
         interval = self._options.check_replicas_every_n_steps
         if self._processes.world_size > 1 and not self.is_sharded and interval > 0 and self._updates % interval == 0:
             when = f"after update {self._updates} of {self.name}"

@@ -54,7 +54,7 @@ class ReplicatedEngine(Engine):
     @torch.no_grad()
     def _update(self, with_norm: bool) -> tuple[Tensor, Tensor]:
         gradients, norm = self._reduce_gradients(with_norm or self._max_grad_norm > 0)
-        self._processes.watchdog.heartbeat("updating the weights")
+        self._processes.heartbeat("updating the weights")
         scale = self._loss_scale()
         if norm is None:
             norm, finite, divisor = scale.new_full((), torch.nan), all_finite(gradients), scale.float()

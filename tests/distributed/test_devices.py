@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,9 +96,10 @@ def test_training_chooses_kernels_by_time_unless_the_same_bits_were_asked_for(
     flags: dict[str, Any], chosen: bool, single: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    monkeypatch.setattr(devices, "use_deterministic_kernels", lambda compiled: None)
+    monkeypatch.setattr(devices, "use_deterministic_kernels", deterministic := Mock())
     monkeypatch.setattr(devices, "use_one_thread", lambda: None)
     backend = single(**flags)
+    assert deterministic.called == (not chosen)
     assert not torch.backends.cudnn.benchmark  # a tool that trains nothing
     model = torch.nn.Linear(2, 2)
     backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))

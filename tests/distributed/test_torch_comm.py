@@ -6,13 +6,11 @@ import hashlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -24,9 +22,10 @@ from tandem.distributed import torch_comm
 from tandem.distributed.backends.horovod import HorovodBackend
 from tandem.distributed.launchers import Launch
 from tandem.distributed.torch_comm import Start, agree_on_start
+from tests.processes import python
 
 PATIENCE = timedelta(seconds=60)  # only ends a hang
-ROOT = Path(__file__).resolve().parents[2]
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 PROGRAM = """
 import os, torch, distributed
 from tests.processes import parsed
@@ -43,9 +42,7 @@ for task in os.listdir("/proc/self/task"):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the names of threads from /proc")
 def test_no_thread_of_the_process_group_outlives_the_backend() -> None:
     # A thread that frees a tensor while the interpreter shuts down aborts the process (pytorch/pytorch#179291).
-    environment = {**os.environ, "PYTHONPATH": str(ROOT),
-                   "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
-    finished = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    finished = python(PROGRAM, **ALONE)
     assert finished.returncode == 0, finished.stderr
     assert not [name for name in finished.stdout.split() if "gloo" in name or "tcpstore" in name], finished.stdout
 
@@ -181,9 +178,7 @@ devices.shared_gpu_error = lambda gpus: f"they share a GPU: {{gpus}}"
 with distributed.from_args(parsed("--distributed_backend", "{backend}", batch_size=1)):
     print("started")
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port()),
-                   "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
-    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    finished = python(program, MASTER_PORT=str(free_port()), **ALONE)
     assert "they share a GPU: [None]" in finished.stderr.splitlines()[-1] and not finished.stdout
 
 

@@ -280,7 +280,7 @@ class Member:
     def __init__(self, server: HeartbeatServer, *hello: Any) -> None:
         self.connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
         self.connection.sendall(encode_message(*hello))
-        self._file = self.connection.makefile("rb")
+        self.lines = self.connection.makefile("rb")
 
     def say(self, *message: Any) -> None:
         self.connection.sendall(encode_message(*message))
@@ -288,7 +288,7 @@ class Member:
     def hears(self) -> list[Any]:
         """The next message that is no question how it goes; [] at the end of the connection."""
         with contextlib.suppress(ConnectionError):
-            while line := self._file.readline():
+            while line := self.lines.readline():
                 if (message := json.loads(line)) != ["beat"]:
                     return list(message)
                 self.say("beat", {"count": 3, "phase": "forward", "update": 7, "collective": False})
@@ -311,7 +311,7 @@ def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
     said: list[str], heard: list[str], server: HeartbeatServer
 ) -> None:
     first, second = members(server)
-    assert second._file.readline()  # it is known
+    assert second.lines.readline()  # it is known
     if said:
         second.say(*said)
     second.connection.shutdown(socket.SHUT_RDWR)
@@ -320,14 +320,12 @@ def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
     assert first.hears() == heard
 
 
-def test_a_lost_process_is_named_with_the_update_of_the_root_which_needed_it(
-    server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_process_is_named_with_the_update_of_the_root_which_needed_it() -> None:
     """The process itself has told its update up to a tick before, and so what it was doing then is not said."""
-    monkeypatch.setattr(server, "_update", lambda: 1590)
-    first, second = members(server)
+    first, second = members(server := HeartbeatServer("127.0.0.1", 2, TIMEOUT_TICKS, lambda: 1590))
     second.connection.shutdown(socket.SHUT_RDWR)
     assert first.hears() == ["end", "lost contact with rank 1 at update 1590"]
+    server.stop()
 
 
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +384,7 @@ def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
 
     monkeypatch.setattr(socket.socket, "accept", accept_later)
     monkeypatch.setattr(HeartbeatMonitor, "tick", lambda *args: (tried.append(0), tick(*args))[1])
-    assert Member(server, "here", server.token, 0)._file.readline() == encode_message("beat")
+    assert Member(server, "here", server.token, 0).lines.readline() == encode_message("beat")
     assert sum(tried) == 4 and max(tried) == 1
 
 
@@ -405,7 +403,7 @@ def test_other_machines_may_come_by_either_version_of_ip(address: str) -> None:
 
 def test_a_worker_that_was_forked_does_not_keep_the_connections_open(server: HeartbeatServer) -> None:
     first, _ = members(server)
-    assert first._file.readline()
+    assert first.lines.readline()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -450,7 +448,7 @@ def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
 def test_nothing_piles_up_at_a_process_that_is_stopped(server: HeartbeatServer) -> None:
     first, second = members(server)
     for _ in range(3):  # ticks
-        assert second._file.readline() == encode_message("beat")
+        assert second.lines.readline() == encode_message("beat")
         second.say("beat", {"count": 1, "phase": "x", "update": 1})
     assert first.connection.recv(1000) == encode_message("beat")
 

@@ -1,6 +1,6 @@
 """Seeded faults, such as a tired expert would write, and whether the tests find them: `make faults`.
 
-    python tests/faults/faults.py [--only PART_OR_WORDS] [--results FILE] [--jobs N] [--fresh | --diff]
+    python tests/faults/faults.py [--only PART_OR_WORDS] [--results FILE] [--diff]
 
 Each YAML file in this folder is one of `PARTS`, a list of faults. A fault changes one place of the code:
 
@@ -17,10 +17,10 @@ change in today's code.
 The tracked files are copied to a temporary folder. For each fault this is copied and changed, and the fault's tests run
 there, one file after the other, until a test fails. A test that hangs with the fault has found it. Where pytest ends
 without naming a test, such as killed for memory, there is no result. At the end, all tests that have found something
-run without a fault: those that fail are named, have found nothing and are left out.
+run without a fault: those that fail are named, and have found nothing.
 
 Every result is a JSON line in FILE, so that a second start goes on with the faults that have no result for this tree.
-The exit code is 1 if a fault was missed or has no result.
+The exit code is 1 if a fault was missed or has no result, or if a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,20 +149,19 @@ def copied(sound: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def examine(fault: Fault, sound: Path, left_out: Collection[str], hang_seconds: float) -> dict[str, Any]:
+def examine(fault: Fault, sound: Path, hang_seconds: float) -> dict[str, Any]:
     """Run a fault's tests. Returns its result."""
-    began, used, run = time.monotonic(), _processor_seconds(), Run([])
+    began, run = time.monotonic(), Run([])
     with copied(sound) as folder:
         file, text = fault.change(folder)
         file.write_text(text)
         for test in fault.tests:
-            run = run_pytest(folder, ["-x", *(f"--deselect={name}" for name in left_out), test], hang_seconds)
+            run = run_pytest(folder, ["-x", test], hang_seconds)
             if run.failed:
                 break
     return {
         "part": fault.part, "fault": fault.fault, "by": next(iter(run.failed), None), "why": run.reason,
-        "hangs": run.hangs, "seconds": round(time.monotonic() - began, 1),
-        "processor_seconds": round(_processor_seconds() - used, 1), "key": fault.key,
+        "hangs": run.hangs, "seconds": round(time.monotonic() - began, 1), "key": fault.key,
     }  # fmt: skip
 
 
@@ -220,59 +217,15 @@ def _end(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-class Results:
-    """The lines of a file that are of this tree: one for each fault, and those that say which tests pass without."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._tree = path, tree()
-        self.of_faults: dict[str, dict[str, Any]] = {}
-        self.passes: set[str] = set()
-        self.fails: set[str] = set()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-            if line["tree"] == self._tree:
-                self._take(line)
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({**line, "tree": self._tree}) + "\n")
-        self._take(line)
-
-    def _take(self, line: Mapping[str, Any]) -> None:
-        if "key" in line:
-            self.of_faults[line["key"]] = dict(line)
-            return
-        self.passes |= set(line["passes"])
-        self.fails |= set(line["fails"])
-        self.of_faults = {key: each for key, each in self.of_faults.items() if each["by"] not in self.fails}
-
-    def check(self, sound: Path, hang_seconds: float) -> None:
-        """Run the tests that have found something without a fault. Faults that were found by tests that fail then have
-        no result any more."""
-        tests = {each["by"] for each in self.of_faults.values()} - {None} - self.passes
-        if tests:
-            with copied(sound) as folder:
-                failed = set(run_pytest(folder, sorted(tests), hang_seconds).failed)
-            self.add({"passes": sorted(tests - failed), "fails": sorted(tests & failed)})
-
-    def missed(self, faults: Sequence[Fault]) -> list[str]:
-        lines = [self.of_faults[fault.key] for fault in faults if fault.key in self.of_faults]
-        return [f"missed: {line['part']}: {line['fault']}" for line in lines if not line["by"]]
-
-    def table(self, faults: Sequence[Fault]) -> str:
-        of = [self.of_faults[fault.key] for fault in faults if fault.key in self.of_faults]
-        rows = {part: [each for each in of if each["part"] == part] for part in dict.fromkeys(f.part for f in faults)}
-        lines = []
-        for part, row in {**rows, "in all": of}.items():
-            lines.append(f"{part:14}{sum(bool(each['by']) for each in row):4} of {len(row)}")
-        lines += [f"fails without a fault, so it has found nothing: {test}" for test in sorted(self.fails)]
-        lines += [f"found by a hang: {each['part']}: {each['fault']}" for each in of if each["hangs"]]
-        return "\n".join(lines)
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """How many faults of each part were found, and which ones by a hang."""
+    rows = {part: [each for each in results if each["part"] == part] for part in PARTS}
+    lines = [
+        f"{part:14}{sum(bool(each['by']) for each in row):4} of {len(row)}"
+        for part, row in {**rows, "in all": results}.items()
+        if row
+    ]
+    return "\n".join(lines + [f"found by a hang: {each['part']}: {each['fault']}" for each in results if each["hangs"]])
 
 
 def main() -> int:
@@ -281,9 +234,7 @@ def main() -> int:
     add("--only", default="", metavar="PART_OR_WORDS", help="a part, or words of a fault")
     add("--diff", action="store_true", help="show what the faults change, and run nothing")
     add("--results", type=Path, default=ROOT / "runs" / "faults.jsonl", metavar="FILE", help="a JSON line per fault")
-    add("--jobs", type=int, default=1, metavar="N", help="faults that are examined at a time")
     add("--hang", type=float, default=HANG_SECONDS, metavar="SECONDS", help="after which a test is taken to hang")
-    add("--fresh", action="store_true", help="forget the results that there are")
     args = parser.parse_args()
     faults = [fault for fault in load() if args.only in (fault.part, "") or args.only in fault.fault]
     if args.diff:
@@ -292,36 +243,30 @@ def main() -> int:
         except NoResult as error:
             sys.exit(str(error))
         return 0
-    if args.fresh:
-        args.results.unlink(missing_ok=True)
-    results = Results(args.results)
-    without: dict[str, str] = {}  # a result, and why
-
-    def left() -> list[Fault]:
-        return [fault for fault in faults if fault.key not in {*results.of_faults, *without}]
-
-    with tempfile.TemporaryDirectory(prefix="sound-") as folder:
-        sound = Path(folder)
-        copy_tracked(sound)
-        while True:
-            with ProcessPoolExecutor(args.jobs) as pool:
-                futures = {pool.submit(examine, fault, sound, results.fails, args.hang): fault for fault in left()}
-                for future in as_completed(futures):
-                    fault = futures[future]
-                    try:
-                        result = future.result()
-                    except NoResult as error:
-                        reason = str(error).removeprefix(f"{fault.fault}: ")
-                        without[fault.key] = f"no result: {fault.part}: {fault.fault}: {reason}"
-                        continue
-                    results.add(result)
-                    outcome = f"found by {result['by']}" if result["by"] else "missed"
-                    print(f"{result['part']}: {result['fault']}: {outcome} ({result['seconds']:.0f} s)", flush=True)
-            results.check(sound, args.hang)
-            if not left():
-                break
-    print(results.table(faults))
-    failures = [*results.missed(faults), *without.values()]
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    own_tree, failures = tree(), []
+    lines = args.results.read_text().splitlines() if args.results.exists() else []
+    results = {line["key"]: line for line in map(json.loads, lines) if line["tree"] == own_tree}
+    with tempfile.TemporaryDirectory(prefix="sound-") as folder, args.results.open("a") as file:
+        copy_tracked(sound := Path(folder))
+        for fault in faults:
+            if fault.key in results:
+                continue
+            try:
+                result = examine(fault, sound, args.hang)
+            except NoResult as error:
+                failures.append(f"no result: {fault.part}: {error}")
+                continue
+            results[fault.key] = result
+            print(json.dumps({**result, "tree": own_tree}), file=file, flush=True)
+            outcome = f"found by {result['by']}" if result["by"] else "missed"
+            print(f"{fault.part}: {fault.fault}: {outcome} ({result['seconds']:.0f} s)", flush=True)
+        examined = [results[fault.key] for fault in faults if fault.key in results]
+        if tests := sorted({each["by"] for each in examined} - {None}):
+            failed = run_pytest(sound, tests, args.hang).failed
+            failures += [f"fails without a fault, so it has found nothing: {test}" for test in failed]
+    print(table(examined))
+    failures += [f"missed: {each['part']}: {each['fault']}" for each in examined if not each["by"]]
     for line in failures:
         print(line, file=sys.stderr)
     return int(bool(failures))

@@ -3,7 +3,6 @@ pretend accelerator (tests/pretend), but for what needs the kernels of a GPU."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -152,23 +151,6 @@ def test_a_snapshot_copies_what_a_function_returned_before_its_memory_is_used_ag
     assert [float(t.max()) for t in snapshot.tensors["model"].values()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("backend", [{"precision": "fp16"}, {"precision": "fp16", **FSDP}], indirect=True, ids=str)
-def test_fp16_halves_its_scale_and_leaves_the_weights_where_a_gradient_is_not_finite(backend: Backend) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8).to(backend.processes.device)
-    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.1, fused=True))
-    x = torch.ones(8, 8, device=backend.processes.device)
-    skipped, weights, scales = [], [engine.state_dict()["weights"]["weight"]], []
-    for factor in (1.0, 1e30, 1.0):
-        engine.backward(engine(x).float().square().mean() * factor)  # an fp16 gradient of 1e30 is infinite
-        skipped.append(bool(engine.step().skipped))
-        weights.append(engine.state_dict()["weights"]["weight"])
-        scales.append(engine.state_dict()["scaler"]["scale"])
-    assert skipped == [False, True, False]
-    assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)] == skipped
-    assert scales[1] == scales[0] / 2 == scales[2] and torch.isfinite(weights[-1]).all()
-
-
 @pytest.mark.parametrize("backend", [{"max_skipped_updates": 3, **more} for more in KINDS], indirect=True, ids=str)
 def test_a_run_of_updates_that_are_not_finite_ends_though_the_host_reads_the_count_late(backend: Backend) -> None:
     model = nn.Linear(4, 4).to(backend.processes.device)
@@ -222,32 +204,6 @@ def test_a_causal_convolution_trains_with_deterministic_kernels_however_it_pads(
     x = torch.randn(2, 4, 5, 8, 8, device=DEVICE, requires_grad=True)
     conv(x, Context()).square().sum().backward()
     assert x.grad is not None and torch.isfinite(x.grad).all()
-
-
-def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(backend: Backend) -> None:
-    use_deterministic_kernels()
-
-    def engine() -> Any:
-        torch.manual_seed(0)
-        layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)
-        model = nn.Sequential(*layers).to(backend.processes.device, memory_format=torch.channels_last)
-        return backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True))
-
-    def train(engine: Any, updates: range) -> dict[str, Any]:
-        for update in updates:
-            images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(update))
-            images = images.to(backend.processes.device, memory_format=torch.channels_last)
-            engine.backward(engine(images).square().mean())
-            engine.step()
-        state: dict[str, Any] = engine.state_dict()
-        return state
-
-    resumed = engine()
-    resumed.load_state_dict(train(engine(), range(3)))
-    ours, whole = train(resumed, range(3, 6)), train(engine(), range(6))
-    assert all(torch.equal(ours["weights"][name], weight) for name, weight in whole["weights"].items())
-    for slot, moments in whole["optimizer"]["moments"].items():
-        assert all(torch.equal(ours["optimizer"]["moments"][slot][name], moment) for name, moment in moments.items())
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.launching import ENVIRONMENT, HANG_SECONDS, MARK, ROOT, Job
 
 NETWORK = "10.77.0"
-SLOW_LINK = Path(__file__).parent / "slow_link.py"
 # A namespace ends with its first process, and that process with the tests: `setpriv` sees to it.
 UNTIL_WE_END = ["setpriv", "--pdeathsig", "KILL", "unshare"]
 # The first process of a machine has to wait for those whose parent has ended.
@@ -58,15 +56,6 @@ def missing(*tools: str) -> str | None:
     network = "ip link add switch type bridge && ip link add one type veth peer name other"
     probe = subprocess.run(["unshare", *kinds, "sh", "-c", network], capture_output=True)
     return "this kernel or container makes no namespaces or bridges" if probe.returncode else None
-
-
-@dataclass(frozen=True)
-class Link:
-    """What a machine's link does to every packet, in each direction."""
-
-    delay_ms: float = 0.0
-    loss: float = 0.0  # probability
-    mbit_per_second: float = 1000.0
 
 
 class Namespaces:
@@ -112,7 +101,7 @@ class Namespaces:
 class Machine(Namespaces):
     """One machine of a lab."""
 
-    def __init__(self, lab: Lab, number: int, link: Link | None) -> None:
+    def __init__(self, lab: Lab, number: int) -> None:
         super().__init__("net", "uts", "pid", "ipc", "mount", name=f"node{number}", first=FIRST_PROCESS)
         self.address = f"{NETWORK}.{number}"
         self._lab = lab
@@ -121,7 +110,7 @@ class Machine(Namespaces):
         for private in ("/run", "/dev/shm"):
             self.run("mount", "-t", "tmpfs", "lab", private)
         self.run("ip", "link", "set", "lo", "up")
-        lab.plug_in(self, link)
+        lab.plug_in(self)
         self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         self.run("ip", "link", "set", "eth0", "up")
 
@@ -164,20 +153,18 @@ class Lab:
 
     Args:
         folder: Empty; all machines see it.
-        link: What the link of each machine does; None: as fast as the computer.
         hosts: More lines of each machine's /etc/hosts, in front of the others; ``{name}`` stands for its own name.
     """
 
-    def __init__(self, folder: Path, machines: int = 2, link: Link | None = None, hosts: str = "") -> None:
+    def __init__(self, folder: Path, machines: int = 2, hosts: str = "") -> None:
         self.folder, self._hosts = folder, hosts
         self.machines: list[Machine] = []
-        self._links: list[subprocess.Popen[bytes]] = []
         self.switch = Namespaces("net", name="switch")
         try:
             self.switch.run("ip", "link", "add", "switch", "type", "bridge")
             self.switch.run("ip", "link", "set", "switch", "up")
             for number in range(1, machines + 1):
-                self.machines.append(Machine(self, number, link))
+                self.machines.append(Machine(self, number))
             for machine in self.machines:
                 self._introduce(machine)
         except BaseException:
@@ -196,22 +183,12 @@ class Lab:
     def close(self) -> None:
         for machine in self.machines:
             machine.end()
-        for link in self._links:
-            link.kill()
-            link.wait()
         self.switch.end()
 
-    def plug_in(self, machine: Machine, link: Link | None) -> None:
+    def plug_in(self, machine: Machine) -> None:
         """Connect a machine's eth0 with a port of the switch."""
-        if link is None:
-            veth = f"ip link add {machine.name} type veth peer name eth0 netns {machine.pid}"
-            self.switch.run(*veth.split())
-        else:
-            values = map(str, (link.delay_ms, link.loss, link.mbit_per_second))
-            ends = (str(self.switch.pid), machine.name, str(machine.pid), "eth0")
-            process = subprocess.Popen([sys.executable, str(SLOW_LINK), *ends, *values], stdout=subprocess.PIPE)
-            self._links.append(process)
-            assert process.stdout and process.stdout.readline() == b"ready\n"
+        veth = f"ip link add {machine.name} type veth peer name eth0 netns {machine.pid}"
+        self.switch.run(*veth.split())
         self.switch.run("ip", "link", "set", machine.name, "master", "switch", "up")
 
     def _introduce(self, machine: Machine) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lab import Lab, Link, Machine
+from lab import Lab, Machine
 from launches import TOOLS, start_on_all, torchrun
 from slurm import Slurm
 
@@ -186,16 +186,6 @@ def test_a_link_that_is_away_for_some_seconds_stops_nothing(make_lab: Callable[.
     time.sleep(8)
     lab[1].mend()
     wait_for_updates(jobs[0])
-
-
-@pytest.mark.long
-def test_a_slow_link_that_loses_packets_only_takes_longer(
-    make_lab: Callable[..., Lab], needs: Callable[..., None]
-) -> None:
-    needs("/dev/net/tun")
-    lab = make_lab(link=Link(delay_ms=25, loss=0.01, mbit_per_second=50))  # 50 ms from one machine to another
-    ended(train(lab, "--max_steps", "20"))
-    assert [line["step"] for line in metrics(lab.folder / "run")] == list(range(1, 21))
 
 
 @pytest.mark.long

@@ -14,10 +14,9 @@ from launches import TOOLS, start_on_all
 from slurm import Slurm
 
 from benchmarks.launching import CHOSEN_ON_TWO, Launcher, finish
-from scripts.parity import FIRST_TOLERANCE, LAST_TOLERANCE, SHARED, SMALL_MODELS, STEADY, difference
-from tests.scripts import assert_same_bits, metrics, shared_state
+from scripts.parity import SHARED, SMALL_MODELS
+from tests.scripts import assert_same_bits, shared_state
 
-IN_PARTS = ["--batch_parts", "4"]
 LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=2), Launcher("horovodrun", 2),
              Launcher("mpirun", 2), Launcher("srun", 2), *CHOSEN_ON_TWO]  # fmt: skip
 SCRIPTS = ["train_vae.py", "train_mulan.py", "train_vqgan.py"]
@@ -31,23 +30,21 @@ class Runs:
     folder: Path
     slurm: Slurm | None
 
-    def flags(self, script: str, more: list[str], name: str) -> list[str]:
-        steady = [] if more else STEADY.get(script, [])
-        return [*SHARED, *SMALL_MODELS[script].split(), *steady, *more, "--output_dir", str(self.folder / name)]
+    def flags(self, script: str, name: str) -> list[str]:
+        return [*SHARED, *SMALL_MODELS[script].split(), "--batch_parts", "4", "--output_dir", str(self.folder / name)]
 
     @cache  # noqa: B019
-    def alone(self, script: str, in_parts: bool) -> Path:
+    def alone(self, script: str) -> Path:
         """The run of one process on one machine."""
-        name = f"alone-{script}-{in_parts}"
-        flags = self.flags(script, IN_PARTS if in_parts else [], name)
-        [finished] = fork(script.removesuffix(".py"), flags, self.folder / "log")
+        name = f"alone-{script}"
+        [finished] = fork(script.removesuffix(".py"), self.flags(script, name), self.folder / "log")
         assert finished.returncode == 0, finished.output
         return self.folder / name
 
-    def on_two(self, launcher: Launcher, script: str, in_parts: bool) -> Path:
-        name = f"{launcher}-{script}-{in_parts}"
-        flags = self.flags(script, IN_PARTS if in_parts else [], name)
-        for finished in [finish(job) for job in start_on_all(self.lab, launcher, script, flags, self.slurm)]:
+    def on_two(self, launcher: Launcher, script: str) -> Path:
+        name = f"{launcher}-{script}"
+        jobs = start_on_all(self.lab, launcher, script, self.flags(script, name), self.slurm)
+        for finished in [finish(job) for job in jobs]:
             assert finished.returncode == 0, finished.output
         return self.folder / name
 
@@ -72,16 +69,4 @@ def test_every_launcher_gives_the_bits_of_one_machine(
     launcher: Launcher, script: str, runs: Runs, needs: Callable[..., None]
 ) -> None:
     needs(*TOOLS[launcher.name])
-    ours = runs.on_two(launcher, script, True)
-    assert_same_bits(shared_state(ours), shared_state(runs.alone(script, True)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
-def test_without_parts_losses_differ_by_rounding(
-    launcher: Launcher, script: str, runs: Runs, needs: Callable[..., None]
-) -> None:
-    needs(*TOOLS[launcher.name])
-    losses = difference(metrics(runs.on_two(launcher, script, False)), metrics(runs.alone(script, False)), "loss")
-    assert losses[0] <= FIRST_TOLERANCE and max(losses) <= LAST_TOLERANCE
+    assert_same_bits(shared_state(runs.on_two(launcher, script)), shared_state(runs.alone(script)))

@@ -37,7 +37,7 @@ import tandem.training.checkpoint.format
 from tandem import distributed
 from tandem.data.feed import TrainingData
 from tandem.data.sets import open_images
-from tandem.distributed import Backend, TrainingStopped, UserMistake, torch_comm
+from tandem.distributed import Backend, ProcessGroup, TrainingStopped, UserMistake, torch_comm
 from tandem.io.exits import exit_codes
 from tandem.training.checkpoint.store import Checkpoints
 from tests.processes import parsed
@@ -67,22 +67,29 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose(backend: Backend, fault: str) -> None:
+def work_for(seconds: float) -> None:
+    """Use the processor now and then, as a slow disk has a process do."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(PAUSE_SECONDS)
+
+
+def lose(processes: ProcessGroup, fault: str) -> None:
     if fault == "lost_in_meeting":
-        with backend.processes.raise_on_all_ranks():
-            if backend.processes.rank == 1:
+        with processes.raise_on_all_ranks():
+            if processes.rank == 1:
                 die()
-    if backend.processes.rank == 1:
+    if processes.rank == 1:
         die()
     if fault == "lost_unnoticed":
-        backend.processes.watchdog.heartbeat("reducing gradients", update=3, collective=True)
+        processes.heartbeat("reducing gradients", update=3, collective=True)
         threading.Event().wait()
 
 
-def freeze(backend: Backend, seconds: float) -> None:
+def freeze(processes: ProcessGroup, seconds: float) -> None:
     """Stop all ranks while the others wait for rank 1, and have them go on."""
-    pids = backend.processes.gather_objects(os.getpid())
-    if backend.processes.rank == 1:
+    pids = processes.gather_objects(os.getpid())
+    if processes.rank == 1:
         if os.fork() == 0:
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 for pid in pids:
@@ -94,48 +101,44 @@ def freeze(backend: Backend, seconds: float) -> None:
         while now - before < seconds:  # until this process was stopped, however late; the others have waited then
             before, now = now, time.monotonic()
             time.sleep(PAUSE_SECONDS)
-    backend.processes.barrier()
-    print(f"rank {backend.processes.rank} goes on", flush=True)
+    processes.barrier()
+    print(f"rank {processes.rank} goes on", flush=True)
 
 
-def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
+def write(processes: ProcessGroup, fault: str, folder: Path, seconds: float) -> None:
     save_file = tandem.training.checkpoint.format.save_file
 
     def save_slowly(*args: Any) -> None:
         if fault == "stuck_write":
             threading.Event().wait()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(PAUSE_SECONDS)
+        work_for(seconds)
         save_file(*args)
 
     tandem.training.checkpoint.format.save_file = save_slowly
-    checkpoints = Checkpoints(folder, 1, backend.processes)
+    checkpoints = Checkpoints(folder, 1, processes)
     checkpoints.save(1, {"part": {"weight": torch.ones(3)}}, {})
     if fault == "stands_in_write":
-        backend.processes.watchdog.heartbeat("standing", collective=backend.processes.is_root)
+        processes.heartbeat("standing", collective=processes.is_root)
         threading.Event().wait()
     if fault == "ends_in_write":
         raise TrainingStopped("enough")
-    if fault == "fails_in_write" and backend.processes.is_root:
+    if fault == "fails_in_write" and processes.is_root:
         raise KeyError("x")
     checkpoints.wait()
 
 
-def list_samples(backend: Backend, fault: str, seconds: float) -> None:
+def list_samples(processes: ProcessGroup, fault: str, seconds: float) -> None:
     def open_samples() -> Any:
-        if backend.processes.rank == 1 and fault == "stuck_listing":
+        if processes.rank == 1 and fault == "stuck_listing":
             threading.Event().wait()
-        end = time.monotonic() + (seconds if backend.processes.rank == 1 else 0)
-        while time.monotonic() < end:
-            time.sleep(PAUSE_SECONDS)
+        work_for(seconds if processes.rank == 1 else 0)
         return open_images("demo:shapes:100", image_size=8)
 
     args = argparse.Namespace(
         batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
         on_bad_sample="replace", valid_folder=None, shuffle="samples", split_seed=None,
     )  # fmt: skip
-    TrainingData(open_samples, args, backend.processes, noun="image", source="samples")
+    TrainingData(open_samples, args, processes, noun="image", source="samples")
 
 
 def load(engine: Any, backend: Backend) -> None:
@@ -178,14 +181,14 @@ def main(argv: Sequence[str]) -> None:
                 raise UserMistake("no such folder")
             backend.processes.barrier()
         elif args.fault.startswith("lost"):
-            lose(backend, args.fault)
+            lose(backend.processes, args.fault)
         elif args.fault == "frozen":
-            freeze(backend, longer)
+            freeze(backend.processes, longer)
         elif args.fault.endswith("listing"):
-            list_samples(backend, args.fault, longer)
+            list_samples(backend.processes, args.fault, longer)
         elif args.fault.endswith("write"):
             seconds = 5 if args.fault in ("fails_in_write", "ends_in_write") else longer
-            write(backend, args.fault, args.folder, seconds)
+            write(backend.processes, args.fault, args.folder, seconds)
         else:
             train(backend, args.fault)
 

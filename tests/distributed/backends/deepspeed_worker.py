@@ -54,6 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         f"offload zero{stage}": {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
         for stage in (2, 3)
     },
+    **{f"bf16 zero{stage}": {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}} for stage in (0, 3)},
 }
 
 
@@ -104,7 +105,8 @@ def flat(engine: Engine) -> torch.Tensor:
 def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     def engine(name: str, seed: int = 0) -> Engine:
         model = make_model(seed)
-        of_script = decaying_optimizer if config.get("scheduler") is AUTO["scheduler"] else script_optimizer
+        has_moments = config.get("scheduler") is AUTO["scheduler"] or "bf16" in config
+        of_script = decaying_optimizer if has_moments else script_optimizer
         return backend.wrap(model, of_script(model), name=name)
 
     whole, first, second = engine("whole"), engine("first"), engine("second", seed=99)

@@ -117,9 +117,10 @@ def test_auto_is_what_the_flags_say_of_optimizer_and_scheduler(name: str, folder
 
 
 OFFLOADED = ["offload zero2", "offload zero3"]
+LOW_PRECISION = ["bf16 zero0", "bf16 zero3"]  # a state holds the fp32 weights from which those of the model are rounded
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *AUTO, *SCHEDULERS, *OFFLOADED])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *AUTO, *SCHEDULERS, *OFFLOADED, *LOW_PRECISION])
 def test_a_reloaded_engine_goes_on_and_an_average_finds_the_weights_wherever_deepspeed_keeps_them(
     name: str, folder: Path
 ) -> None:
