@@ -23,7 +23,7 @@ FILES = {
     "Processes that are lost, stopped or stalled": ["launch/test_faults.py"],
     "Machines and network": ["lab/test_faults.py", "lab/test_slurm.py"],
     "Saves and the disk": ["training/checkpoint/test_faults.py", "training/test_run.py"],
-    "A resume under other conditions": ["launch/test_moved.py"],
+    "A resume under other conditions": ["launch/test_moved.py", "launch/test_exact_data.py"],
     "The same numbers on every backend": ["launch/test_scripts.py", "launch/test_contracts.py"],
     "Files of strangers": ["weights/test_hostile_files.py", "io/test_writing.py"],
 }

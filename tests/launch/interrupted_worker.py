@@ -1,6 +1,9 @@
-"""A training script that is interrupted after one of its updates.
+"""A training script that writes down the samples of every update and is interrupted after one of them.
 
-torchrun --nproc_per_node 2 tests/launch/interrupted_worker.py --script train_vae --interrupt SIGKILL@9 [its flags]
+    torchrun --nproc_per_node 2 tests/launch/interrupted_worker.py --script train_vae --ids FILE \
+        --interrupt SIGKILL@9 [flags of the script]
+
+FILE gets a line per update: its number, and the ids of the whole global batch by position.
 """
 
 from __future__ import annotations
@@ -8,11 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch._dynamo
@@ -24,13 +29,13 @@ from tandem.training.run import Run
 class Interruption:
     """Watches a run; see `main` for the flags."""
 
-    def __init__(self, interrupt: str, last_alone: bool) -> None:
-        self._last_alone = last_alone
+    def __init__(self, ids: Path | None, interrupt: str, last_alone: bool) -> None:
+        self._ids, self._last_alone = ids, last_alone
         self._signal, _, self._place = interrupt.partition("@")
         self._batches = itertools.count(1)  # of validations
         self._is_sent = False
 
-    def __call__(self, run: Run, event: str, _: Any) -> None:
+    def __call__(self, run: Run, event: str, batch: Any) -> None:
         here = run.processes
         is_last = here.rank == here.world_size - 1
         if event == "evaluation" and is_last:
@@ -39,8 +44,16 @@ class Interruption:
                 self._is_sent = True
                 os.kill(os.getpid(), signal.Signals[self._signal])
         elif event == "updated":
-            pids = here.gather_objects(os.getpid())
-            if here.is_root and self._signal and self._place == str(run.progress.step) and not here.is_restart:
+            samples = zip(batch["positions"], batch["ids"], strict=True)
+            pids, parts = zip(*here.gather_objects((os.getpid(), [*samples])), strict=True)
+            if not here.is_root:
+                return
+            update = run.progress.step
+            if self._ids:
+                ids = [index for _, index in sorted(itertools.chain(*parts))]
+                with open(self._ids, "a") as file:
+                    file.write(json.dumps({"update": update, "ids": ids}) + "\n")
+            if self._signal and self._place == str(update) and not here.is_restart:
                 kill(run, pids[-1:] if self._last_alone else pids, self._signal)
 
 
@@ -58,6 +71,7 @@ def kill(run: Run, pids: Sequence[int], name: str = "SIGKILL") -> None:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--script", default="train_vae")
+    parser.add_argument("--ids", type=Path)
     parser.add_argument(
         "--interrupt",
         default="",
@@ -66,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--last_alone", action="store_true", help="of the processes; the others find out")
     own, flags = parser.parse_known_args(argv)
-    with Run.watched(Interruption(own.interrupt, own.last_alone)):
+    with Run.watched(Interruption(own.ids, own.interrupt, own.last_alone)):
         importlib.import_module(own.script).main(flags)
 
 
