@@ -145,15 +145,13 @@ class UnetTraining:
 
 def train(config: Config, backend: distributed.Backend) -> None:
     processes, device = backend.processes, backend.processes.device
-
-    condition_flags = {f"takes_{kind}": kind in config.condition_on for kind in ("image", "text")}
     with processes.raise_on_all_ranks():
         heartbeat = partial(processes.heartbeat, "fetching weights")
         clip = models.Clip.from_file(config.clip, config.clip_weights, device, heartbeat) if config.clip else None
     embed = partial(models.with_embeddings, clip=clip, condition_on=config.condition_on)
     feed: Any = data.decoder_feed(
         config, processes, image_size=config.image_sizes[-1], longest_text=config.max_text_len,
-        tokenize=clip and clip.tokenize, **condition_flags,
+        tokenize=clip and clip.tokenize, **{f"takes_{kind}": kind in config.condition_on for kind in ("image", "text")},
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else data.widths_of(feed.first)
     with processes.raise_on_all_ranks():

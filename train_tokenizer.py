@@ -106,7 +106,6 @@ def train(config: Config, backend: distributed.Backend) -> None:
     from tandem.devices import to_device
 
     processes, device = backend.processes, backend.processes.device
-
     peak, discr_betas = config.discr_learning_rate or config.learning_rate, config.discr_betas or config.betas
     with processes.raise_on_all_ranks():
         generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
@@ -135,13 +134,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
         shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
         return {"frames": to_device((shares * micro["videos"].shape[2]).long(), device)}
 
-    def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        pixel_error = pixel_loss(fake, videos)
-        if perceptual is None:
-            return pixel_error, {"recon_loss": pixel_error}
-        perceptual_error = perceptual(training.frames_of(fake, frames), training.frames_of(videos, frames))
-        loss = pixel_error + config.perceptual_loss_weight * perceptual_error
-        return loss, {"recon_loss": pixel_error, "perceptual_loss": perceptual_error}
+    def frame_distance(fake: Tensor, videos: Tensor, frames: Tensor) -> Tensor:
+        assert perceptual is not None
+        return perceptual(training.frames_of(fake, frames), training.frames_of(videos, frames))
 
     def validate(model: models.VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
         quality = training.VideoQuality(model.num_codes, config.num_frames, device, ["recon_loss"], lpips, i3d)
@@ -156,8 +151,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
     pixel_loss = F.l1_loss if config.l1_recon_loss else F.mse_loss
     codes_folder = f"{config.output_dir}/codes"
     gan_loss = training.GANLoss(
-        config, tokenizer, discr, processes, images=videos_of, loss_inputs=sample_frames,
-        reconstruction_loss=reconstruction_loss, log=run.add,
+        config, tokenizer, discr, processes, images=videos_of, pixel_loss=pixel_loss,
+        perceptual_loss=perceptual and frame_distance, loss_inputs=sample_frames, log=run.add,
     )  # fmt: skip
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},

@@ -96,7 +96,6 @@ def train(config: Config, backend: distributed.Backend) -> None:
     from tandem.weights.formats.dalle import save_dalle
 
     processes, device = backend.processes, backend.processes.device
-
     with processes.raise_on_all_ranks():  # if this fails on one process, all end
         model = build_model(config).to(device)
     feed = data.image_data(config, processes, model.channels)

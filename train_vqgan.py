@@ -95,7 +95,6 @@ def train(config: Config, backend: distributed.Backend) -> None:
     from torch.nn import functional as F
 
     processes, device = backend.processes, backend.processes.device
-
     with processes.raise_on_all_ranks():
         generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
         heartbeat = partial(processes.heartbeat, "fetching weights")
@@ -118,17 +117,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if config.l2_recon_loss else F.l1_loss, training.Noise(config.seed, "latents")
     values_per_latent = generator.channels * 4**generator.num_layers  # of the image
-    outputs = "codes" if generator.num_codes else "latents"
+    output = f"{config.output_dir}/{'codes' if generator.num_codes else 'latents'}"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["images"])
-
-    def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        recon = pixel_loss(fake, images)
-        if perceptual is None:
-            return recon, {"recon_loss": recon}
-        distance = perceptual(fake, images)
-        return recon + config.perceptual_loss_weight * distance, {"recon_loss": recon, "perceptual_loss": distance}
 
     def validate(model: models.VQGAN, step: int) -> dict[str, float | Image.Image]:
         quality = training.ReconstructionQuality(model.num_codes, device, ["recon_loss"], lpips, inception)
@@ -146,22 +138,19 @@ def train(config: Config, backend: distributed.Backend) -> None:
         return {"noise": noise.normal(step, micro["positions"], shape, device)} if is_sampled else {}
 
     gan_loss = training.GANLoss(
-        config, vqgan, discr, processes, images=images_of, generator_inputs=sample_noise,
-        reconstruction_loss=reconstruction_loss, log=run.add,
+        config, vqgan, discr, processes, images=images_of, pixel_loss=pixel_loss, perceptual_loss=perceptual,
+        generator_inputs=sample_noise, log=run.add,
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
         vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output",
-             f"{config.output_dir}/{outputs}"),
+        use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", output),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
-    total_steps = run.progress.total_steps
-    with_warmup = partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
-
+    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
     for step, batch in training.updates(run, evaluation, preview=config.num_images_save, kind=gan_loss.active_terms):
         drop = schedules.drop_factor(run.progress.epoch, config.lr_drop_epochs)
         vqgan.lr = drop * with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)

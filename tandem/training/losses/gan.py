@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 ADAPTIVE = "adaptive"
 ZERO_CENTRED = "zero_centred"
 
-ReconstructionLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""(reconstruction, images, **loss_inputs) -> a loss (0-d), and its parts for the log."""
-
 FurtherInputs = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
 """(micro-batch of the loader, number of the update) -> further arguments by name, one entry per image each."""
 
@@ -60,7 +57,7 @@ class MicroBatch(NamedTuple):
     generator_inputs: Mapping[str, Tensor]
     """Further arguments of the generator, by name."""
     loss_inputs: Mapping[str, Tensor]
-    """Further arguments of the discriminator and of the reconstruction loss, by name."""
+    """Further arguments of the discriminator and of the perceptual loss, by name."""
     is_adversarial: bool
     losses: _ImageLosses | None = None
     """The losses, where they have been computed before, because the weight depends on those of all micro-batches."""
@@ -88,26 +85,23 @@ class GANLoss:
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
-        reconstruction_loss: Called once for each micro-batch.
+        pixel_loss: Reconstructions and images -> their mean error, 0-d.
+        perceptual_loss: Reconstructions, images and **loss_inputs -> their mean distance, 0-d; None for none.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
-        loss_inputs: Further arguments of the discriminator and of the reconstruction loss.
+        loss_inputs: Further arguments of the discriminator and of the perceptual loss.
         generator_inputs: Further arguments of the generator, such as noise.
     """
 
     def __init__(
         self, config: GANFlags, generator: Any, discriminator: Any, processes: ProcessGroup, *,
-        images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
-        log: Callable[..., None], loss_inputs: FurtherInputs = lambda micro, step: {},
-        generator_inputs: FurtherInputs = lambda micro, step: {},
+        images: Callable[[Mapping[str, Any]], Tensor], pixel_loss: Callable[[Tensor, Tensor], Tensor],
+        perceptual_loss: Callable[..., Tensor] | None, log: Callable[..., None],
+        loss_inputs: FurtherInputs = lambda micro, step: {}, generator_inputs: FurtherInputs = lambda micro, step: {},
     ) -> None:  # fmt: skip
-        self._config, self._generator, self._discriminator, self._processes = (
-            config,
-            generator,
-            discriminator,
-            processes,
-        )
+        self._config, self._processes = config, processes
+        self._generator, self._discriminator = generator, discriminator
         self._quantizer: Quantizer = generator.module.quantizer
-        self._images, self._reconstruction_loss, self._log = images, reconstruction_loss, log
+        self._images, self._pixel_loss, self._perceptual_loss, self._log = images, pixel_loss, perceptual_loss, log
         self._loss_inputs, self._generator_inputs = loss_inputs, generator_inputs
         self._loss, self._heads = ADVERSARIAL_LOSSES[config.gan_loss], discriminator.module.num_heads
         self.lecam = LeCam(config.lecam_decay, self._heads).to(processes.device)
@@ -211,13 +205,17 @@ class GANLoss:
         with torch.enable_grad(), self._discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
             with self._discriminator.autocast():
-                loss, loss_parts = self._reconstruction_loss(fake, micro_batch.images, **micro_batch.loss_inputs)
+                loss = recon = self._pixel_loss(fake, micro_batch.images)
+                self._log(recon_loss=recon)
+                if self._perceptual_loss is not None:
+                    distance = self._perceptual_loss(fake, micro_batch.images, **micro_batch.loss_inputs)
+                    loss = recon + self._config.perceptual_loss_weight * distance
+                    self._log(perceptual_loss=distance)
             gradients, adversarial = [image_gradient(loss, fake)], loss.new_zeros(())
             if micro_batch.is_adversarial:
                 with self._discriminator.autocast():
                     adversarial = self._loss.generator(self._discriminator.module(fake, **micro_batch.loss_inputs))
                 gradients.append(image_gradient(adversarial, fake))
-        self._log(**loss_parts)
         last_layer_gradients = None
         if micro_batch.is_adversarial and self._config.gan_weight == ADAPTIVE:
             with torch.no_grad():
