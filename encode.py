@@ -38,7 +38,7 @@ from tandem.config.parser import ArgumentParser
 from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted
 from tandem.launch import fetch_model, inference_parser, start_inference
-from tandem.weights.load import newest_weights, open_model, resolve
+from tandem.weights.load import default_weights_path, open_model, resolve
 from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
@@ -469,7 +469,7 @@ def shares_encoder(name: str, sha256: Any) -> bool:
     """Whether a model has the encoder of the model whose weights have this checksum, because it was initialised from
     it, directly or by several runs, each with --train decoder."""
     with contextlib.suppress(OSError, ValueError):
-        if (folder := find_run(resolve(newest_weights(Path(name)))[1])) is not None:
+        if (folder := find_run(resolve(default_weights_path(Path(name)))[1])) is not None:
             run = read_run_arguments(folder)
             if getattr(run, "train", None) == "decoder" and run.init_from:
                 start_sha256 = open_model(run.init_from).about["weights_sha256"]

@@ -36,7 +36,7 @@ from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted, error_text
 from tandem.launch import fetch_model, inference_parser, start_inference
 from tandem.training.run_folder.starts import last_start
-from tandem.weights.load import newest_weights, resolve
+from tandem.weights.load import default_weights_path, resolve
 from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
@@ -183,7 +183,7 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
     counts, lines, n = dict[str, int](), list[str](), len(samples)
     hint = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
     for name in args.model:
-        if (folder := find_run(resolve(newest_weights(Path(name)))[1])) is None:
+        if (folder := find_run(resolve(default_weights_path(Path(name)))[1])) is None:
             continue
         try:
             if args.held_out_of and os.path.realpath(folder) == os.path.realpath(args.held_out_of):

@@ -316,8 +316,8 @@ def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
     with processes.raise_on_all_ranks():
         trained = {name: open_model(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
         models: dict[str, Decoder] = {name: loaded.model.to(processes.device) for name, loaded in trained.items()}
-        decoder, weaker = models["model"], models.get("guide_with")
-        unets = check_unets(args, decoder, weaker)
+        decoder, guide = models["model"], models.get("guide_with")
+        unets = check_unets(args, decoder, guide)
         largest = decoder.image_sizes[unets[-1]]
         require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
         side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
@@ -326,7 +326,7 @@ def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
         masks = open_images(args.masks, image_size=side) if args.masks else None
         clip = load_clip(args, decoder.config["clip"], processes)
         sources = list(open_sources(args, images, clip, processes.device))
-        conditions = choose_sources(sources, [decoder.unet(index) for index in unets])
+        chosen_sources = choose_sources(sources, [decoder.unet(index) for index in unets])
         names = image_names(images)
         labels = sources[0].labels if sources else names
         if names and len(names) != len(labels):
@@ -354,8 +354,8 @@ def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
         # The last batch is full, too: kernels may round differently for another number of pictures.
         numbers = range(first, first + args.batch_size)
         rows = [number // args.count % n_conditions for number in numbers]
-        batches = {source.flag: source.load(rows) for source in conditions.values()}
-        chosen = {name: batches[source.flag][name].to(processes.device) for name, source in conditions.items()}
+        batches = {source.flag: source.load(rows) for source in chosen_sources.values()}
+        conditions = {name: batches[source.flag][name].to(processes.device) for name, source in chosen_sources.items()}
         image_options: dict[str, Any] = {}
         if images is not None and not embeds_images(args):
             pixels = torch.stack([images.load(row)["images"] for row in rows]).to(processes.device).float() / 255
@@ -365,18 +365,19 @@ def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
             image_options["inpaint_mask"] = pixels.float().mean(1) > 127.5
         with distributed.autocast(args.precision, processes.device):
             result: Tensor = decoder.sample(
-                chosen, noise_of(args.seed, numbers, processes.device), sampling, batch=args.batch_size,
-                start_at=args.start_at_unet, stop_at=args.stop_at_unet, guide=weaker,
+                conditions, noise_of(args.seed, numbers, processes.device), sampling, batch=args.batch_size,
+                start_at=args.start_at_unet, stop_at=args.stop_at_unet, guide=guide,
                 resample_times=args.resample_times, on_step=lambda *_: processes.heartbeat("drawing pictures"),
                 **image_options,
             )  # fmt: skip
         return result
 
-    for shard in output.rounds(range(len(batch_starts)), "drew"):
+    for batch_index in output.rounds(range(len(batch_starts)), "drew"):
         with processes.raise_on_all_ranks():
-            if shard is not None:
-                batch_paths = paths[batch_starts[shard] : batch_starts[shard] + args.batch_size]
-                save_missing(batch_paths, pixels_of([batch_starts[shard]], draw_batch), max(1, args.num_workers))
+            if batch_index is not None:
+                start = batch_starts[batch_index]
+                batch_paths = paths[start : start + args.batch_size]
+                save_missing(batch_paths, pixels_of([start], draw_batch), max(1, args.num_workers))
     with processes.raise_on_all_ranks():
         if processes.is_root:
             lines = [

@@ -149,7 +149,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         heartbeat = partial(processes.heartbeat, "fetching weights")
         clip = models.Clip.from_file(config.clip, config.clip_weights, device, heartbeat) if config.clip else None
     embed = partial(models.with_embeddings, clip=clip, condition_on=config.condition_on)
-    feed: Any = data.decoder_feed(
+    feed: Any = data.decoder_data(
         config, processes, image_size=config.image_sizes[-1], longest_text=config.max_text_len,
         tokenize=clip and clip.tokenize, **{f"takes_{kind}": kind in config.condition_on for kind in ("image", "text")},
     )  # fmt: skip

@@ -103,7 +103,7 @@ def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
 
     from tandem.launch import describe_model
     from tandem.weights.formats.towers import load_towers, read_towers
-    from tandem.weights.load import load_named_model, tokenizer_file
+    from tandem.weights.load import load_user_model, tokenizer_file
 
     paths = {name: getattr(config, name) for name in ("text_tower", "audio_tower")}
     settings = config.invocation.resumed or {}
@@ -119,7 +119,7 @@ def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
     )
     load_towers(model, towers, tokenizer)
     if config.init_from:
-        source = load_named_model(config.init_from, "MuLaN", is_lazy=True)
+        source = load_user_model(config.init_from, "MuLaN", is_lazy=True)
         if Path(config.init_from).is_file():  # of a public package, which does not name its tokenizer
             source.config.update({name: model.config[name] for name in NOT_IN_MUSICLM_FILE})
         else:
@@ -170,7 +170,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         optimizer = training.make_optimizer(
             model, config.learning_rate, config.betas, config.weight_decay, lion=config.use_lion
         )
-    feed = data.sound_feed(config, processes, tokenizer)
+    feed = data.sound_data(config, processes, tokenizer)
     run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     engine = backend.wrap(model, optimizer, name="mulan")

@@ -39,7 +39,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd",
 
 
 @dataclass
-class LossFlags:
+class ScriptFlags:
     """Where the weights come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
@@ -66,7 +66,7 @@ class LossFlags:
 
 @dataclass
 class Config(
-    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, LossFlags, DecayingOptimizerFlags, GANFlags, RunFlags
+    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, ScriptFlags, DecayingOptimizerFlags, GANFlags, RunFlags
 ):
     """Every flag of this script."""
 

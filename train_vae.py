@@ -39,7 +39,7 @@ COLUMNS = ("recon_loss", "codes_used", "temperature", "valid/psnr", "valid/loss"
 
 
 @dataclass
-class LossFlags:
+class ScriptFlags:
     """The loss, its schedules, and where the weights come from."""
 
     init_from: str | None = start_flag(
@@ -74,7 +74,7 @@ class LossFlags:
 
 
 @dataclass
-class Config(ImageFlags, DiscreteVAEConfig, LossFlags, RunFlags):
+class Config(ImageFlags, DiscreteVAEConfig, ScriptFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/vae"

@@ -39,7 +39,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid",
 
 
 @dataclass
-class LossFlags:
+class ScriptFlags:
     """Where the weights and the learning rate come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
@@ -65,7 +65,7 @@ class LossFlags:
 
 
 @dataclass
-class Config(ImageFlags, VQGANConfig, LatentLossFlags, QuantizerLossFlags, LossFlags, RateFlags, GANFlags, RunFlags):
+class Config(ImageFlags, VQGANConfig, LatentLossFlags, QuantizerLossFlags, ScriptFlags, RateFlags, GANFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/vqgan"

@@ -15,9 +15,9 @@ from tandem.training.run_folder.folder import read_config_to_resume
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.card import KINDS
 from tandem.weights.load import (
+    default_weights_path,
     load_discriminator,
     load_model,
-    newest_weights,
     resolve,
     tokenizer_file,
     with_user_name,
@@ -187,7 +187,7 @@ def describe_model(path: str | Path) -> dict[str, Any]:
     from tandem.training.checkpoint.models import read_descriptions
 
     with with_user_name(path):
-        kind, location = resolve(newest_weights(Path(path)))
+        kind, location = resolve(default_weights_path(Path(path)))
         if kind == "file":
             from tandem.weights.formats.detection import detect_format
 

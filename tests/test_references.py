@@ -31,7 +31,7 @@ from benchmarks import references
 from benchmarks.jobs import one_process
 from tandem.config.models.decoder import Sampling
 from tandem.data.feed import to_unit_range
-from tandem.data.sets import decoder_feed, image_data, sound_feed, video_data, widths_of
+from tandem.data.sets import decoder_data, image_data, sound_data, video_data, widths_of
 from tandem.data.tokenizers import Tokenizer, open_tokenizer
 from tandem.models.diffusion.decoder import LOWRES_TIMESTEPS
 from tandem.training.losses.diffusion import DiffusionDraws, LowresDraws
@@ -198,13 +198,13 @@ def noise_of_decoder(args: argparse.Namespace) -> list[Callable[[int, int], Any]
 def of_mulan(name: str, **flags: Any) -> Reference:
     return Reference(
         name, MULAN, flags, lambda args: [train_mulan.build_model(args, tokenizer(args))],
-        lambda args, processes: sound_feed(args, processes, tokenizer(args)), OF_MULAN, noise_of_mulan, kept=None,
+        lambda args, processes: sound_data(args, processes, tokenizer(args)), OF_MULAN, noise_of_mulan, kept=None,
     )  # fmt: skip
 
 
 def of_decoder(name: str, **flags: Any) -> Reference:
     def feed(args: argparse.Namespace, processes: Any) -> Any:
-        return decoder_feed(args, processes, image_size=args.image_sizes[-1])
+        return decoder_data(args, processes, image_size=args.image_sizes[-1])
 
     def build(args: argparse.Namespace) -> list[nn.Module]:
         with one_process(args.batch_size) as backend:

@@ -166,7 +166,7 @@ def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Re
     return source
 
 
-def sound_feed(args: Any, processes: ProcessGroup, tokenizer: Tokenizer) -> TrainingData:
+def sound_data(args: Any, processes: ProcessGroup, tokenizer: Tokenizer) -> TrainingData:
     """The feed of a script that trains on sounds and captions. Raises what `TrainingData` raises."""
     options = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
     return _open_feed(partial(open_sounds, **options, tokenizer=tokenizer), args, processes, "audio_data", "sound")
@@ -226,7 +226,7 @@ def open_conditioned(
     return SampleDataset(source, fields)
 
 
-def decoder_feed(
+def decoder_data(
     args: Any,
     processes: ProcessGroup,
     *,

@@ -26,7 +26,7 @@ from .writing import create, open_appending, replacing, say, wait_for_lock
 
 MIRROR = "TANDEM_WEIGHTS_MIRROR"  # environment variable: the address of a folder with the files under their names
 
-SECONDS = 60.0  # timeout of an answer and of the next bytes
+TIMEOUT_SECONDS = 60.0  # timeout of an answer and of the next bytes
 _TRIES, _PAUSE_SECONDS = 3, 1.0  # if a server gives no answer, or an incomplete one
 _BUSY = 408, 429  # a server that is busy (RFC 9110, section 15.5.9; RFC 6585, section 4)
 _BLOCK_BYTES = 1 << 20
@@ -109,7 +109,7 @@ def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], Non
 
     def fetch() -> None:
         try:
-            published = hub.get_hf_file_metadata(address, timeout=SECONDS)
+            published = hub.get_hf_file_metadata(address, timeout=TIMEOUT_SECONDS)
             say(f"fetching {what} ({_size_text(published.size or 0)}) from {address} to {cache}")
             revision = published.commit_hash
             path = Path(hub.hf_hub_download(model, name, revision=revision, tqdm_class=HeartbeatBar))
@@ -135,7 +135,7 @@ def hub_library(purpose: str) -> Any:
     huggingface_hub.utils.logging.set_verbosity_error()  # each retry would print a line
     if not sys.stderr.isatty():
         huggingface_hub.utils.disable_progress_bars()
-    huggingface_hub.utils.get_session().timeout = SECONDS  # the default is to wait for ever
+    huggingface_hub.utils.get_session().timeout = TIMEOUT_SECONDS  # the default is to wait for ever
     return huggingface_hub
 
 
@@ -217,7 +217,7 @@ def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:
 
 def _download(address: str) -> Iterator[bytes]:
     try:
-        with urllib.request.urlopen(address, timeout=SECONDS) as answer:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
             while block := answer.read(_BLOCK_BYTES):
                 yield block
     except HTTPError as error:

@@ -84,7 +84,7 @@ def shape_of(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[i
     return tuple(state[name].shape)
 
 
-def check_has_one_set(path: Path, weights: str) -> None:
+def refuse_weights_flag(path: Path, weights: str) -> None:
     """Raise ValueError, in one line, if --weights is not its default: the file has one set of weights only."""
     if weights != "best":
         raise ValueError(f"--weights {weights} is for checkpoints; {path} holds one set of weights: leave it out")

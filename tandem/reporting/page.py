@@ -106,7 +106,7 @@ def page(data: Mapping[str, Any], *, version: str = "") -> bytes:
     names = ", ".join(run["name"] for run in data["runs"])
     fields = {
         "generator": _GENERATOR_TAG,
-        "policy": _security_policy(scripts, is_watched=bool(version)),
+        "policy": _security_policy(scripts, is_live=bool(version)),
         "title": html.escape(_BIDI.sub("\ufffd", names[:200]) + " - training report"),
         "css": uplot["css"] + (_FOLDER / "page.css").read_text(),
         "watched": html.escape(version),
@@ -118,12 +118,12 @@ def page(data: Mapping[str, Any], *, version: str = "") -> bytes:
     return text.encode("utf-8", errors="replace")  # names of folders may be no UTF-8
 
 
-def _security_policy(scripts: Sequence[str], *, is_watched: bool) -> str:
+def _security_policy(scripts: Sequence[str], *, is_live: bool) -> str:
     """A Content-Security-Policy: the page loads nothing and runs only these scripts, whatever a run folder holds.
     Source: https://www.w3.org/TR/CSP3/, section 8.4 (hashes of inline scripts)."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     sources = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    server = "; connect-src 'self'" if is_watched else ""
+    server = "; connect-src 'self'" if is_live else ""
     return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {sources}{server}"
 
 

@@ -86,8 +86,8 @@ def encode_picture(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
                     if buffer.tell() < len(content):
                         content, kind, shape = buffer.getvalue(), "webp", image.size
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
-        is_unknown = type(error).__name__ == "UnidentifiedImageError"
-        raise ValueError("it is no PNG" if is_unknown else error_text(error)) from None
+        hides_recomputation = type(error).__name__ == "UnidentifiedImageError"
+        raise ValueError("it is no PNG" if hides_recomputation else error_text(error)) from None
     source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     key = hashlib.sha256(content).hexdigest()[:32]
     return {"src": source, "key": key, "width": shape[0], "height": shape[1]}

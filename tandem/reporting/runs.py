@@ -177,8 +177,8 @@ def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
         elif end_text.startswith("asked to stop"):
             kind, cause = "resumed", "was asked to stop"
         else:
-            loss_text = "had saved nothing" if step == 0 else "lost what came after it"
-            kind, cause = "killed", f"was killed or failed, and {loss_text}"
+            lost_updates_text = "had saved nothing" if step == 0 else "lost what came after it"
+            kind, cause = "killed", f"was killed or failed, and {lost_updates_text}"
         old_machine, machine = describe_placement(previous), describe_placement(start)
         move = f"; from {old_machine} to {machine}" if old_machine != machine else f", on {machine}" if machine else ""
         with_length = " with another length" if is_other_length else ""

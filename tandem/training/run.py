@@ -125,9 +125,8 @@ class Run:
         steps = config.profile_steps if self.is_root and not config.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         histogram_interval = None if len(feed.valid_set) else config.validate_every_n_steps  # of the codes
-        self.operations = Operations(
-            is_compiled=config.compile, is_unknown=config.compile and getattr(config, "gradient_checkpointing", False)
-        )
+        hides_recomputation = config.compile and getattr(config, "gradient_checkpointing", False)
+        self.operations = Operations(is_compiled=config.compile, hides_recomputation=hides_recomputation)
         self._metrics = Metrics(
             config.log_every_n_steps, self.progress, processes, backend.grad_accum_steps, self.clock, self.operations,
             histogram_interval,

@@ -11,7 +11,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tandem.io.fetching import SECONDS, hub_library
+from tandem.io.fetching import TIMEOUT_SECONDS, hub_library
 from tandem.io.reading import one_line
 from tandem.io.writing import say
 from tandem.models.base import CONFIG_FILE, holds_weights, read_config
@@ -80,7 +80,7 @@ def download(name: str) -> Path:
     try:
         if not (revision and _COMMIT.fullmatch(revision)):
             try:
-                library.HfApi().model_info(repository, revision=revision, timeout=SECONDS)
+                library.HfApi().model_info(repository, revision=revision, timeout=TIMEOUT_SECONDS)
             except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
                 if _has_answered(error):
                     raise
@@ -117,7 +117,7 @@ def upload(folder: Path, repository: str, message: str, *, is_private: bool = Fa
     api = library.HfApi()
     try:
         api.create_repo(repository, private=True if is_private else None, exist_ok=True)
-        if is_private and not api.model_info(repository, timeout=SECONDS).private:
+        if is_private and not api.model_info(repository, timeout=TIMEOUT_SECONDS).private:
             raise ValueError("it exists already and is public, so --private is not possible; nothing was pushed")
         if branch:
             api.create_branch(repository, branch=branch, exist_ok=True)

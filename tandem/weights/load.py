@@ -51,7 +51,7 @@ def load_model(path: str | Path, weights: str = "best", *, is_lazy: bool = False
     Raises:
         ValueError: one line, if there is no model.
     """
-    from tandem.io.published import check_has_one_set
+    from tandem.io.published import refuse_weights_flag
     from tandem.models.base import build, read_config, read_weights
     from tandem.training.checkpoint.models import read_model
     from tandem.weights.formats.detection import detect_format
@@ -61,7 +61,7 @@ def load_model(path: str | Path, weights: str = "best", *, is_lazy: bool = False
         return detect_format(location).load(location, weights, is_lazy)
     if kind == "checkpoint":
         return build(*read_model(location, weights), location, is_lazy)
-    check_has_one_set(location, weights)
+    refuse_weights_flag(location, weights)
     return build(read_config(location), read_weights(location), location, is_lazy)
 
 
@@ -92,7 +92,7 @@ class Trained(NamedTuple):
 
 def open_model(path: str | Path, *class_names: str) -> Trained:
     """The model at a path that a user gives: a model folder, a run folder or a checkpoint of one, or a public package's
-    file. Of a run folder it is that of `newest_weights`. Nothing is written.
+    file. Of a run folder it is that of `default_weights_path`. Nothing is written.
 
     Args:
         class_names: The classes that are accepted; all without any.
@@ -103,8 +103,8 @@ def open_model(path: str | Path, *class_names: str) -> Trained:
     from tandem.data.stores.output import sha256_of
     from tandem.models.base import read_headers
 
-    source = newest_weights(Path(path))
-    model = load_named_model(path, *class_names)
+    source = default_weights_path(Path(path))
+    model = load_user_model(path, *class_names)
     kind, location = resolve(source)
     is_folder = kind == "model"
     digest = sha256_of(location / name for name in sorted(read_headers(location))) if is_folder else model.sha256()
@@ -112,12 +112,12 @@ def open_model(path: str | Path, *class_names: str) -> Trained:
     return Trained(model.eval(), identity, tokenizer_file(source))
 
 
-def load_named_model(path: str | Path, *class_names: str, is_lazy: bool = False) -> Any:
+def load_user_model(path: str | Path, *class_names: str, is_lazy: bool = False) -> Any:
     """The model of `open_model`, with its errors; ``is_lazy`` as in `load_model`."""
     from .card import KINDS
 
     with with_user_name(path):
-        model = load_model(newest_weights(Path(path)), is_lazy=is_lazy)
+        model = load_model(default_weights_path(Path(path)), is_lazy=is_lazy)
     if class_names and (class_name := type(model).__name__) not in class_names:
         origin = f" of {KINDS[class_name].script}" if class_name in KINDS else ""
         raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(class_names)}")
@@ -128,7 +128,7 @@ def init_model(
     cls: Any, args: Any, copy_weights: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
     """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
-    with those of --init_from, copied by ``load_model`` (default: ``cls.load_weights_from``). ``config``: the
+    with those of --init_from, copied by `copy_weights` (default: ``cls.load_weights_from``). ``config``: the
     configuration, if it depends on more than the arguments."""
     import torch
 
@@ -137,12 +137,12 @@ def init_model(
     torch.manual_seed(args.seed)
     model = build_in_memory(cls, **(config or cls.Config.from_args(args)).to_dict())
     if args.init_from:
-        source = load_named_model(args.init_from, cls.__name__, is_lazy=True)
+        source = load_user_model(args.init_from, cls.__name__, is_lazy=True)
         (copy_weights or cls.load_weights_from)(model, source, args.init_from)
     return model
 
 
-def newest_weights(path: Path) -> Path:
+def default_weights_path(path: Path) -> Path:
     """The path itself; for a run folder its model/, if that is as new as the newest checkpoint, else for a run of
     train_mulan.py its best/."""
     from tandem.models.base import CONFIG_FILE

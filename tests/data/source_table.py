@@ -22,7 +22,7 @@ import soundfile
 from PIL import Image, ImageSequence
 
 from tandem.data.feed import TrainingData
-from tandem.data.sets import decoder_feed, image_data, sound_feed, video_data
+from tandem.data.sets import decoder_data, image_data, sound_data, video_data
 from tandem.data.tokenizers import open_tokenizer
 from tests.data.helpers import Items, assert_same, joined, named, write_tar
 from tests.data.sources.tables import save_to_disk, table, write_parquet
@@ -129,13 +129,13 @@ class Kind:
 CROPS = {"crop": "random", "crop_area": "0.3,0.9"}
 IMAGES = Kind(VAE, image_data, image, {"random_flip": [], **CROPS}, "images", "image")
 CONDITIONED = Kind(
-    DECODER, lambda args, process: decoder_feed(
+    DECODER, lambda args, process: decoder_data(
         args, process, image_size=8, **{f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
     ),
     conditioned_image, CROPS, "images", "image",
 )  # fmt: skip
 SOUNDS = Kind(
-    MULAN, lambda args, process: sound_feed(args, process, open_tokenizer(str(TOKENIZER), 8)), sound,
+    MULAN, lambda args, process: sound_data(args, process, open_tokenizer(str(TOKENIZER), 8)), sound,
     {"clip_seconds": 0.5}, "waveforms", "sound",
 )  # fmt: skip
 VIDEOS = Kind(VIDEO_TOKENIZER, video_data, video, {"num_frames": 3, "random_flip": [], **CROPS}, "videos", "clip")

@@ -67,7 +67,7 @@ class FSDPEngine(ReplicatedEngine):
         names = {parameter: name for name, parameter in model.named_parameters()}
         if options.compile:
             model.compile()  # before offloading: a model may prepare constants on the device of its weights
-        self._shard(model)
+        self._apply_fsdp(model)
         full_parameters = self._full_parameters() if self._plan.batch_parts else {}
         tensors = model.state_dict(keep_vars=True)
         self._sharded_parameters: dict[str, Any] = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
@@ -91,7 +91,7 @@ class FSDPEngine(ReplicatedEngine):
         if self._offload:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # its scale is on the GPU
 
-    def _shard(self, model: nn.Module) -> None:
+    def _apply_fsdp(self, model: nn.Module) -> None:
         device, options = self._processes.device, self._options
         # With --batch_parts, gradients are added in fp32, as on the other backends.
         compute_dtype = torch.float32 if self._plan.batch_parts else DTYPES[options.precision]

@@ -52,12 +52,12 @@ class UnetConfig(ModelConfig):
             always has it.
         sparse_attn: Linear attention at the end of each level without self-attention.
         attn_heads, attn_dim_head: Number and size of the heads of self-attention and of linear attention.
-        cross_attn_heads, cross_attn_dim_head: Those of the attention to tokens. The public Unet has 8 and 64.
+        cross_attn_heads, cross_attn_dim_head: Those of the attention to tokens. DALLE2-pytorch has 8 and 64.
         resnet_groups: Groups of the GroupNorms.
         memory_efficient: Halve the sides before the blocks of a level instead of after them (Saharia et al. 2022,
             "Imagen", Efficient U-Net).
         coordinates: Two more channels of the input hold the position of each pixel, across and down, from -1 to 1 (Liu
-            et al. 2018, "CoordConv"). Otherwise only padding shows positions. The public Unet has no such channels.
+            et al. 2018, "CoordConv"). Otherwise only padding shows positions. DALLE2-pytorch has no such channels.
         plain_init_conv: The first convolution has one kernel, of side 7, instead of three of the sides 3, 7 and 15.
         image_embed_dim, text_embed_dim: Widths of the image embedding and of the text encodings on which it is
             conditioned; None: it is not. The two blocks in the middle alone attend to texts.
@@ -277,7 +277,8 @@ class DecoderConfig(RecomputingConfig):
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         sizes = model["image_sizes"]
-        if "image_sizes" in args.explicit and len(args.image_sizes) != len(sizes):  # no other flag can be compared
+        # With another number of Unets, the lists of all other flags differ in length, too.
+        if "image_sizes" in args.explicit and len(args.image_sizes) != len(sizes):
             hint = f"they need --image_sizes {' '.join(map(str, sizes))}"
             raise ValueError(f"the weights in {args.init_from} are of another model; {hint}")
         return {**super().architecture_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}

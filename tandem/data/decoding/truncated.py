@@ -33,8 +33,8 @@ def _read_matroska_size(start: bytes) -> int:
     if start[offset : offset + len(_SEGMENT)] != _SEGMENT:
         return 0
     size, begin = _read_number(start, offset + len(_SEGMENT))
-    is_unknown = size + 1 == 1 << 7 * (begin - offset - len(_SEGMENT))  # all bits are 1
-    return 0 if is_unknown else begin + size
+    hides_recomputation = size + 1 == 1 << 7 * (begin - offset - len(_SEGMENT))  # all bits are 1
+    return 0 if hides_recomputation else begin + size
 
 
 def _read_number(content: bytes, offset: int) -> tuple[int, int]:

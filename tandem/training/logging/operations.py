@@ -101,11 +101,11 @@ class Operations:
 
     Args:
         is_compiled: The first update of each kind is not counted: the compiler may try kernels in it.
-        is_unknown: Nothing is counted, because a compiled backward pass does not show what it recomputes.
+        hides_recomputation: Nothing is counted, because a compiled backward pass does not show what it recomputes.
     """
 
-    def __init__(self, *, is_compiled: bool = False, is_unknown: bool = False) -> None:
-        self._is_compiled, self._is_unknown = is_compiled, is_unknown
+    def __init__(self, *, is_compiled: bool = False, hides_recomputation: bool = False) -> None:
+        self._is_compiled, self._is_unknown = is_compiled, hides_recomputation
         self._updates: Counter[Hashable] = Counter()
         self._flops: dict[Hashable, float] = {}
         self._since_line: Counter[Hashable] = Counter()

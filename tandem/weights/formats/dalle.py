@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.io.archive import check_sizes
-from tandem.io.published import check_has_one_set
+from tandem.io.published import refuse_weights_flag
 from tandem.io.weights import first_names, on_cpu, read_content, replacing
 from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
@@ -36,7 +36,7 @@ def read_dalle(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tens
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or no vae.pt.
     """
-    check_has_one_set(path, weights)
+    refuse_weights_flag(path, weights)
     content = read_content(path)
     parts: list[Any] = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]
     if not all(isinstance(part, dict) for part in parts):

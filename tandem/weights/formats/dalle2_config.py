@@ -110,7 +110,7 @@ def public_config(config: DecoderConfig) -> dict[str, Any]:
     """
     unets, is_text = config.unets(), "text" in config.condition_on
     for index, unet in enumerate(unets):
-        check_is_public(unet, index)
+        check_dalle2_can_express(unet, index)
     if not set(config.noise_schedule) <= set(SCHEDULES):
         raise ValueError(f"DALLE2-pytorch has no schedule but {', '.join(SCHEDULES)}: {config.noise_schedule}")
     return {
@@ -141,7 +141,7 @@ def public_config(config: DecoderConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_is_public(unet: UnetConfig, index: int) -> None:
+def check_dalle2_can_express(unet: UnetConfig, index: int) -> None:
     """Raise a ValueError of one line unless the public package has such a unet as number ``index``, from 0."""
     reasons = {
         f"its unets have {CROSS_ATTENTION} for cross_attn_heads and cross_attn_dim_head":

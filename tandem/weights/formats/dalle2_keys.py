@@ -39,13 +39,13 @@ def default_lines(config: Section, supported: SupportedValues) -> Iterator[str]:
         yield f"evaluate.LPIPS.net_type is alex if nothing is said: {supported['evaluate.LPIPS.net_type'][1]}"
 
 
-def flags_from_config(config: Section, rows: Sequence[Row], decoder_flags: Section, processes: int) -> Flags:
+def flags_from_config(config: Section, rows: Sequence[Row], architecture_flags: Section, processes: int) -> Flags:
     """Flags by name, each with the key that it comes from and its value; None: the flag's own default.
 
     Args:
         config: Checked by `config_keys.without_counterpart`.
         rows: The rows of public_names.yaml about the decoder.
-        decoder_flags: The flags of the decoder's architecture.
+        architecture_flags: The flags of the decoder's architecture.
         processes: The number of processes of the training.
 
     Raises:
@@ -57,19 +57,19 @@ def flags_from_config(config: Section, rows: Sequence[Row], decoder_flags: Secti
         if row.flag and sections:
             value = get_section(config, *sections).get(name)
             flags[row.flag] = (row.key, read_default(row) if value is None else value)
-    flags |= {name: ("decoder", value) for name, value in decoder_flags.items()}
+    flags |= {name: ("decoder", value) for name, value in architecture_flags.items()}
     flags |= _data_flags(get_section(config, "data"), processes)
     flags["seed"] = ("seed", config.get("seed", 0))
     flags["output_dir"] = ("tracker.data_path", get_section(config, "tracker").get("data_path"))
     if (tracker := get_section(config, "tracker", "log").get("log_type", "console")) == "console":
         flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
     flags["report_to"] = ("tracker.log.log_type", "none" if tracker == "console" else tracker)
-    flags |= _decoder_flags(decoder_part(config), decoder_flags["timesteps"])
+    flags |= _sampling_and_loss_flags(decoder_part(config), architecture_flags["timesteps"])
     batch_size = flags["batch_size"][1]
     return {
         **flags,
         **_training_flags(
-            get_section(config, "train"), get_section(config, "evaluate"), batch_size, len(decoder_flags["dim"])
+            get_section(config, "train"), get_section(config, "evaluate"), batch_size, len(architecture_flags["dim"])
         ),
     }
 
@@ -91,7 +91,7 @@ def _data_flags(data: Section, processes: int) -> Flags:
     }  # fmt: skip
 
 
-def _decoder_flags(decoder: Section, timesteps: int) -> Flags:
+def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
     if len([name for name in ("image_size", "image_sizes") if decoder.get(name) is not None]) != 1:
         raise ValueError("decoder: give image_sizes, a size for each unet, or image_size for one")
     noisy, blurred = (decoder.get(f"use_{kind}_for_lowres_cond", kind == "blur") for kind in ("noise", "blur"))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.config.models.taming import KL
-from tandem.io.published import check_has_one_set, read_state_dict
+from tandem.io.published import read_state_dict, refuse_weights_flag
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
 from tandem.io.weights import replacing
 from tandem.models.autoencoders.vqgan import VQGAN
@@ -90,7 +90,7 @@ def save_folder(model: VQGAN, folder: Path) -> str:
 def _read_folder(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`."""
     arguments = read_folder_config(folder)
-    check_has_one_set(folder, weights)
+    refuse_weights_flag(folder, weights)
     state: dict[str, Tensor] = {}
     for path, names in weight_files(folder).items():
         state |= read_state_dict(check_inside(path, folder), names or None)

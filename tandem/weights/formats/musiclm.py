@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
-from tandem.io.published import check_has_one_set, read_state_dict, shape_of
+from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
 from tandem.io.weights import on_cpu, replacing
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
@@ -190,7 +190,7 @@ def read_public_mulan(path: Path, weights: str) -> tuple[dict[str, Any], dict[st
         ValueError, RuntimeError, IndexError: the file is missing, damaged, hostile, of something else, or has what a
             `MuLaN` lacks; or ``weights``, of a checkpoint, is not "best".
     """
-    check_has_one_set(path, weights)
+    refuse_weights_flag(path, weights)
     state = read_state_dict(path)
     arguments = _infer_arguments(state)
     _check_constants(state, arguments)

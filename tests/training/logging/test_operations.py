@@ -67,7 +67,7 @@ def test_a_line_has_no_figure_while_one_of_its_updates_is_not_known() -> None:
         with operations.update(kind):
             product(2)
     assert operations.mean_since_line() == 2 * 2**3
-    unknown = Operations(is_compiled=True, is_unknown=True)
+    unknown = Operations(is_compiled=True, hides_recomputation=True)
     for _ in range(3):
         with unknown.update("a"):
             product(2)
