@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.io.installed import command_of
 from tandem.io.reading import counted
-
-if TYPE_CHECKING:
-    from .shared import RunFlags
 
 FILE = Path(__file__).with_name("public_names.yaml")
 
@@ -59,9 +56,9 @@ def advice_for(name: str, script: str) -> str | None:
     return f"{row.package} has it: {row.note}".replace("convert.py", shlex.join(command_of("convert.py")))
 
 
-def batch_arithmetic(config: RunFlags, world_size: int) -> str | None:
+def batch_arithmetic(config: Any, world_size: int) -> str | None:
     """A line about the size of a run's batches if a public name of --grad_accum_steps was given, because the meaning of
-    batch sizes then differs; else None."""
+    batch sizes then differs; else None. `config`: the `RunFlags` of the run."""
     name = config.invocation.aliases.get("grad_accum_steps", "grad_accum_steps")
     if name == "grad_accum_steps":
         return None

@@ -24,7 +24,6 @@ from tandem.training.checkpoint.format import damage_error
 from tandem.training.checkpoint.listing import step_of
 from tandem.training.checkpoint.models import MODELS, ModelDescriptions
 from tandem.training.checkpoint.store import Checkpoints, Stateful
-from tandem.training.dry_run import folder_beside
 from tandem.training.logging.clock import Clock
 from tandem.training.logging.metrics import Metrics
 from tandem.training.logging.operations import Operations, total_peak_flops
@@ -41,6 +40,7 @@ from tandem.training.logging.progress import (
 )
 from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import EVALUATION_SECONDS
+from tandem.training.run_folder.dry_run_folder import folder_beside
 from tandem.training.run_folder.folder import RunFolder, check_apart
 from tandem.training.run_folder.starts import end_start
 from tandem.training.visuals.images import Sample, to_png

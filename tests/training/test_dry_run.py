@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from tandem.training.dry_run import folder_beside
+from tandem.training.run_folder.dry_run_folder import folder_beside
 from tandem.training.run_folder.starts import add_start
 from tests.processes import Process
 
