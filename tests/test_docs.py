@@ -185,7 +185,7 @@ def test_the_python_of_a_page_runs(document: Path, trained: Path, monkeypatch: p
         "waveforms": torch.rand(1, 4000, generator=generator),
     }
     for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL):
-        if block.startswith("for step, batch in updates("):  # the loop of a script, which stands in none alone
+        if block.startswith("for step, batch in training.updates("):  # the loop of a script, which stands in none alone
             continue
         if "scaling_factor" in block:
             names["model"] = VQGAN.from_pretrained("runs/latents/model")

@@ -43,10 +43,17 @@ class Built:
 
     def __init__(self, args: argparse.Namespace, model: Any, given: Mapping[str, Any]) -> None:
         self.args, self.quantizer = args, model.quantizer
-        self.loss, self.images = given["reconstruction_loss"], given["images"]
+        self.pixel_loss, self.perceptual_loss = given["pixel_loss"], given["perceptual_loss"]
+        self.images = given["images"]
         self.adversarial = ADVERSARIAL_LOSSES[args.gan_loss]
         adaptive = args.gan_weight == "adaptive"  # of losses as large as those of the source
         self.gan_weight = args.gan_weight_scale * (1.0 if adaptive else args.gan_weight)
+
+    def loss(self, fake: Tensor, images: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The reconstruction loss as `GANLoss` adds it up, and its first part."""
+        error = self.pixel_loss(fake, images)
+        distance = self.perceptual_loss(fake, images, **inputs)
+        return error + self.args.perceptual_loss_weight * distance, {"recon_loss": error}
 
 
 def network(*_: Any, **__: Any) -> PerceptualLoss:
