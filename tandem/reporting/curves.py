@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.io.reading import counted, error_text, open_regular, parse_json
-from tandem.training.metrics.directions import EVALUATION_SECONDS, FAULTS
+from tandem.training.metrics.directions import EVALUATION_SECONDS
 
 POINTS = 500  # a curve of more values has 500 to 999 points
 MOST_METRICS = 400  # of a run; the memory grows with them
@@ -166,7 +166,7 @@ class MetricsFile:
         if isinstance(time := values.get("time"), str):
             self.last_time = time[:40]
         for name, value in values.items():
-            if has_line and name in (*CLOCK, *FAULTS):  # the update's line has it
+            if has_line and name in CLOCK:  # the update's line has it
                 continue
             if value is None or type(value) in (int, float):
                 if curve := self._curve(name):

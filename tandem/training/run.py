@@ -222,8 +222,8 @@ class Run:
             self.progress, processes.is_root, columns=self._columns,
             max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
         )  # fmt: skip
-        if self.progress.unlogged_line and not self.previous_evaluation:
-            self._log(self.progress.unlogged_line)
+        if self.progress.unlogged_line and not self.tracker.has_line(self.progress.step):
+            self._log({**self.progress.unlogged_line, "bad_samples": self.feed.bad_samples.count})
         for line in messages:
             self.say(line)
         self.say(self.config.invocation.config_note)

@@ -269,13 +269,14 @@ def test_a_run_that_is_killed_in_a_validation_goes_on_to_the_same_bits(
     assert_same_run(tmp_path, run_of_eight(VAE))
 
 
+@pytest.mark.parametrize("is_logged", [False, True])
 def test_a_checkpoint_of_an_earlier_version_that_holds_the_line_of_its_update_is_resumed(
-    run_of_eight: Callable[..., Path], tmp_path: Path
+    is_logged: bool, run_of_eight: Callable[..., Path], tmp_path: Path
 ) -> None:
     """It wrote the line of an update after its evaluation, and the checkpoint before that kept the line."""
     VAE.train_killed_in_validation(3, tmp_path, *VAE.eight)
     *before, line = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text("".join(before))
+    (tmp_path / "metrics.jsonl").write_text("".join([*before, line] if is_logged else before))
     kept = [item for item in json.loads(line).items() if item[0] not in ("step", "samples", "epoch")]
 
     def as_before(parts: Any) -> None:

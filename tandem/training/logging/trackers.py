@@ -83,6 +83,10 @@ class Trackers:
                 file.writelines(line for line in _read_file_lines(self.path) if _read_position(line) <= limit)
         self._call_trackers("cut_back", step)
 
+    def has_line(self, step: int) -> bool:
+        """Whether `cut_back` has kept a line of this step, as its last one."""
+        return self._last[0] == step
+
     def evaluation(self, step: int) -> dict[str, Any]:
         """The written line of the evaluation after a step; {} if there is none."""
         lines = _read_file_lines(self.path) if self._is_root else ()
