@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
 
 from tandem.io.reading import one_line
 
@@ -28,6 +29,8 @@ _MAX_SPARE_TENSORS = 1000
 
 # Far more than any model of this package has; even an empty tensor takes about a kilobyte.
 _MAX_TENSORS = 1 << 14
+
+_RANDOM_FILLS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_}
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -80,7 +83,7 @@ def build_on_meta(build: Callable[[], Model]) -> Model:
     limits = f"more than {_MAX_TENSORS} tensors, or more than the {memory / 1e9:.3g} GB of memory that this machine has"
     error_text = f"the model would have {limits}: choose a smaller one"
     try:
-        with torch.device("meta"), _limit(_MAX_TENSORS, memory, error_text):
+        with torch.device("meta"), _SkipRandomValues(), _limit(_MAX_TENSORS, memory, error_text):
             return build()
     except (RuntimeError, OverflowError) as error:  # more numbers than PyTorch can count
         raise ValueError(f"there is no model of such a size: {one_line(error)}") from None
@@ -112,6 +115,7 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
     try:
         with (
             torch.device("meta"),
+            _SkipRandomValues(),
             _limit(len(weights) + _MAX_SPARE_TENSORS, math.inf, "the model would have many more weights than the file"),
         ):
             model = build()
@@ -126,10 +130,23 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
         if expected[name].is_floating_point() != weights[name].is_floating_point():
             raise ValueError(f"{name} should be of the kind {expected[name].dtype}, not {weights[name].dtype}")
     if not is_lazy:
-        with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
+        with torch.random.fork_rng(devices=[]), _SkipRandomValues():  # the initial weights are replaced
             model = build()
     model.load_state_dict(weights, assign=is_lazy)
     return model
+
+
+class _SkipRandomValues(TorchFunctionMode):
+    """Context in which nothing fills a tensor with random values, because no process will read them. On the meta device
+    PyTorch would import the front end of its compiler for `normal_`: 1.5 seconds at the start of every tool."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RANDOM_FILLS:
+            return args[0] if args else kwargs["tensor"]
+        return (torch.empty if func is torch.randn else func)(*args, **kwargs)
 
 
 @contextmanager

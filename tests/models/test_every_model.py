@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -396,6 +398,19 @@ def test_a_folder_gives_back_arguments_weights_and_results_exactly(name: str, tm
     lazy = load_model(folder, is_lazy=True)
     assert_same_bits(lazy, model)
     assert lazy.description() == model.description()
+
+
+def test_loading_a_model_imports_no_compiler(tmp_path: Path) -> None:
+    """PyTorch imports it, for 1.5 seconds, or sympy alone, to fill a tensor of the meta device with random values. The
+    package of pretrained towers imports both in any case."""
+    folders = {name: tmp_path / name for name in SAVED if name not in TOWERS}
+    for name, folder in folders.items():
+        made(name).save_pretrained(folder)
+    code = (
+        "import sys; from tandem.weights.load import load_model; [load_model(path) for path in sys.argv[1:]]; "
+        "sys.exit('sympy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, *map(str, folders.values())], check=True)
 
 
 @pytest.mark.parametrize("name", SAVED)
