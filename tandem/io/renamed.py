@@ -1,5 +1,5 @@
-"""Names of settings and weights in the files of earlier versions, which this version reads. Each former name is here
-and nowhere else: a model folder, a checkpoint, a run folder, a config file and the command line all ask this table."""
+"""The names that settings and weights had in earlier versions. All readers of model folders, checkpoints, run folders,
+config files and command lines use these tables; no other module knows a former name."""
 
 from __future__ import annotations
 

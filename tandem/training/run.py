@@ -181,23 +181,51 @@ class Run:
         Raises:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
         """
-        processes = self.processes
         own_parts: dict[str, Stateful] = {
             MODELS: self._model_descriptions,
             "progress": self.progress,
             "bad_samples": self.feed.bad_samples,
         }
         self._parts = {**own_parts, **parts}
-        messages: list[str] = []
-        changed_flags: dict[str, list[Any]] = {}
-        latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, messages.append)
+        messages: list[str | None] = []
+        latest, written_by = self._restore(messages.append)
+        self._resumed_step = self.progress.step
+        changed_flags = self._record_start()
+        self.display = ProgressDisplay(
+            self.progress, self.is_root, columns=self._columns,
+            max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
+        )  # fmt: skip
+        if self.progress.unlogged_line and not self.tracker.has_line(self.progress.step):
+            # A checkpoint of an earlier version, which wrote an update's line after the validation.
+            self._log({**self.progress.unlogged_line, "bad_samples": self.feed.bad_samples.count})
+        messages.append(self.config.invocation.config_note)
+        messages.append(self.backend.summary())
+        messages.append(batch_arithmetic(self.config, self.processes.world_size))
+        messages.append(", ".join(filter(None, map(describe_part, parts.values()))))
+        if self.folder.moved_to:
+            messages.append(f"starting over; the run that was there is now {self.folder.moved_to}")
+        if latest:
+            messages.append(f"resumed from {latest}")
+            messages += describe_changes(written_by, self.backend.describe())
+            for name, (old, new) in changed_flags.items():
+                messages.append(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
+        if self.is_complete:
+            flag = "--max_minutes" if self.progress.last_step < self.progress.total_steps else self._length_flag
+            messages.append(
+                f"this run is finished, its model is in {self.folder.model_dir}; give a larger {flag} to extend it"
+            )
+        for line in messages:
+            self.say(line)
+        self.clock.begin(self.progress.seconds, self.progress.samples)
+
+    def _restore(self, warn: Callable[[str], object]) -> tuple[Path | None, Mapping[str, Any]]:
+        """Restore the parts, and the evaluation after their update, from the newest checkpoint. `warn` takes texts
+        about damaged checkpoints. Return the checkpoint's path, and what its backend said of itself. Collective."""
+        processes, invocation = self.processes, self.config.invocation
+        latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, warn)
         with processes.raise_on_all_ranks():
             if latest and processes.is_root:
-                self.folder.check_config(
-                    self.config.invocation.settings,
-                    self.config.invocation.fixed_on_resume,
-                    self.config.invocation.explicit,
-                )
+                self.folder.check_config(invocation.settings, invocation.fixed_on_resume, invocation.explicit)
         if latest:
             self.checkpoints.restore(latest, states, self._parts)
             with processes.raise_on_all_ranks():
@@ -210,40 +238,20 @@ class Run:
         with processes.raise_on_all_ranks():
             self.previous_evaluation = self._read_evaluation()
         self.previous_evaluation = processes.broadcast_object(self.previous_evaluation)
-        self._resumed_step = self.progress.step
-        with processes.raise_on_all_ranks():
-            if processes.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
-                start = {"script": self.config.invocation.script, "step": self.progress.step, **self.backend.describe()}
+        return latest, written_by
+
+    def _record_start(self) -> dict[str, list[Any]]:
+        """On the root, write this start and its flags into the folder, and remove what a killed start made after the
+        checkpoint. Return the changed flags, [old, new] by name. Collective."""
+        invocation, changed_flags = self.config.invocation, dict[str, list[Any]]()
+        with self.processes.raise_on_all_ranks():
+            if self.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
+                start = {"script": invocation.script, "step": self.progress.step, **self.backend.describe()}
                 start["data_fingerprint"] = self.feed.first.fingerprint
-                changed_flags = self.folder.begin(self.config.invocation.settings, start)
+                changed_flags = self.folder.begin(invocation.settings, start)
                 self.checkpoints.undeleted += self._averages.cut_back(self.progress.step)
             self.tracker.cut_back(self.progress.step, keep_evaluation=bool(self.previous_evaluation))
-        self.display = ProgressDisplay(
-            self.progress, processes.is_root, columns=self._columns,
-            max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
-        )  # fmt: skip
-        if self.progress.unlogged_line and not self.tracker.has_line(self.progress.step):
-            self._log({**self.progress.unlogged_line, "bad_samples": self.feed.bad_samples.count})
-        for line in messages:
-            self.say(line)
-        self.say(self.config.invocation.config_note)
-        self.say(self.backend.summary())
-        self.say(batch_arithmetic(self.config, processes.world_size))
-        self.say(", ".join(filter(None, map(describe_part, parts.values()))))
-        if self.folder.moved_to:
-            self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
-        if latest:
-            self.say(f"resumed from {latest}")
-            for line in describe_changes(written_by, self.backend.describe()):
-                self.say(line)
-            for name, (old, new) in changed_flags.items():
-                self.say(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
-        if self.is_complete:
-            flag = "--max_minutes" if self.progress.last_step < self.progress.total_steps else self._length_flag
-            self.say(
-                f"this run is finished, its model is in {self.folder.model_dir}; give a larger {flag} to extend it"
-            )
-        self.clock.begin(self.progress.seconds, self.progress.samples)
+        return changed_flags
 
     def _read_evaluation(self) -> dict[str, Any]:
         """On the root, the logged evaluation after the checkpoint's update, if an earlier start has made it and met no

@@ -98,3 +98,11 @@ def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_
     assert few.rises() == [[2, 2, 3], [5, 5, 1]]
     found = many.rises()
     assert len(found) <= 100 and sum(rise[2] for rise in found) == 4999
+
+
+def test_a_bad_sample_of_an_evaluation_rises_at_the_step_of_its_update(tmp_path: Path) -> None:
+    """The evaluation's line counts it; the update's line, of the same step, did not."""
+    evaluation = {"step": 2, "valid/loss": 0.5, "bad_samples": 3, "evaluation_seconds": 1.0}
+    file = written(tmp_path / "metrics.jsonl", [{"step": 2, "loss": 1.0, "bad_samples": 0}, evaluation])
+    file.read()
+    assert file.curves["bad_samples"].rises() == [[2, 2, 3]] and not list(file.notes())

@@ -182,8 +182,8 @@ class MuLaNConfig(RecomputingConfig):
     )
     init_logit_scale: float = flag(
         math.log(10.0),
-        "logarithm of the inverse temperature at the start, whose exponential (temperature in the log) multiplies the "
-        "cosines; learned, up to ln 100 (default: ln 10, that is %(default).4g)",
+        "natural logarithm of the factor on the cosines (the inverse temperature; `temperature` in metrics) at the "
+        "start; it is learned, and the factor is at most 100 (default: ln 10, that is %(default).4g)",
         any_float,
         title="loss",
     )

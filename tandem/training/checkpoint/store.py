@@ -147,7 +147,7 @@ class Checkpoints:
         return latest_checkpoint(self.folder)
 
     def load_newest(
-        self, folder: RunFolder, expected: Collection[str], say: Callable[[str], None]
+        self, folder: RunFolder, expected: Collection[str], say: Callable[[str], object]
     ) -> tuple[Path | None, dict[str, Tree], dict[str, Any]]:
         """Load the newest checkpoint that is whole. `say` is called with a line on each damaged one, and on a process
         that does not see the run folder. Collective.
@@ -190,7 +190,7 @@ class Checkpoints:
             with self._processes.raise_on_all_ranks(), explain_errors(path, name):
                 parts[name].load_state_dict(state)
 
-    def newest_valid(self, say: Callable[[str], None]) -> Path | None:
+    def newest_valid(self, say: Callable[[str], object]) -> Path | None:
         """The newest checkpoint whose files match their checksums, or None if none was ever saved. On the root.
 
         Newer checkpoints, which are damaged, are renamed, so that their steps can be saved again; `say` is called with

@@ -89,7 +89,10 @@ class Trackers:
 
     def evaluation(self, step: int) -> dict[str, Any]:
         """The written line of the evaluation after a step; {} if there is none."""
-        lines = _read_file_lines(self.path) if self._is_root else ()
+        if not self._is_root:
+            return {}
+        start = b'{"step": %d,' % step  # of the lines of `log`; a long file has few lines to parse
+        lines = (line for line in _read_file_lines(self.path) if line.startswith(start))
         return next((parse_json(line) for line in lines if _read_position(line) == (step, True)), {})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class MicroBatch(NamedTuple):
     losses: _ImageLosses | None = None
     """The losses, where they have been computed before, because the weight depends on those of all micro-batches."""
     gan_weight: Tensor | None = None
-    """The adversarial loss's weight, then."""
+    """The adversarial loss's weight, if `losses` are given."""
 
 
 class GANLoss:
@@ -81,7 +81,7 @@ class GANLoss:
     above 1; the last ones may be left out of an update. Both models may be of videos.
 
     Args:
-        config: Their weights and kinds.
+        config: Kinds and weights of the losses.
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
@@ -148,13 +148,15 @@ class GANLoss:
         if losses is None:
             losses = self._image_losses(out, micro_batch)
         reconstruction = out.reconstruction.float()  # so that the two gradients are added in fp32
+        adversarial = losses.adversarial
+        if micro_batch.is_adversarial:
+            weight = self._gan_weight([losses]) if weight is None else weight
+            self._log(gan_weight=weight, gan_loss=adversarial)
+            adversarial = _with_gradient(adversarial, reconstruction, losses.gradients[1])
+        # Autograd begins with the newest operation, so the reconstruction's gradient is the first operand of the sum,
+        # which takes its memory layout: the last digit of a bias's gradient depends on that.
         recon = _with_gradient(losses.reconstruction, reconstruction, losses.gradients[0])
-        if not micro_batch.is_adversarial:
-            return recon, losses.adversarial, losses.adversarial
-        if weight is None:
-            weight = self._gan_weight([losses])
-        self._log(gan_weight=weight, gan_loss=losses.adversarial)
-        return recon, _with_gradient(losses.adversarial, reconstruction, losses.gradients[1]), weight
+        return recon, adversarial, torch.zeros_like(losses.adversarial) if weight is None else weight
 
     def update_discriminator(
         self, batch: Mapping[str, Any], step: int, fakes: Sequence[Tensor], *, with_norm: bool = True

@@ -137,9 +137,7 @@ class BestModel:
         A run saves before it validates, so `best/` may be of a later validation than the checkpoint.
 
         Args:
-            validation: The values of the validation at `step`, if it was made by an earlier start: a later model must
-            be
-                better than these to become the best.
+            validation: Values of the validation at `step`, if an earlier start has made it; they count like a record.
         """
         value, loss = self.select_values(validation)
         if value is not None and self.is_better(value, loss):
