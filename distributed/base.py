@@ -169,7 +169,10 @@ class Backend(ABC):
             file_count = _FILES_PER_PROCESS + self.sockets_per_process * launch.world_size
             if (limit_text := allow_open_files(file_count)) and launch.local_rank == 0:
                 say(f"rank {launch.rank} of {launch.world_size}: {limit_text}")
-            device, comm, is_restart = self.connect()
+            connection = self.connect()
+            if not isinstance(connection, Connection):
+                raise TypeError(f"{type(self).__name__}.connect() returned {connection!r}, not a Connection")
+            device, comm, is_restart = connection
             if options.plan.batch_parts and device.type == "cpu":
                 use_one_thread()
             self._agree_on_plan(comm)

@@ -96,7 +96,12 @@ class GANFlags:
         choices=("one_centred", "zero_centred"),
         requires=above_0("penalty_weight"),
     )
-    penalty_weight: float = flag(10.0, "weight of the discriminator's gradient penalty", non_negative_float)
+    penalty_weight: float = flag(
+        10.0,
+        "weight of the discriminator's gradient penalty in the updates that have it; StyleGAN multiplies it by "
+        "--apply_grad_penalty_every",
+        non_negative_float,
+    )
     apply_grad_penalty_every: int = flag(
         4,
         "updates from one gradient penalty to the next, counted from the first update of the run",

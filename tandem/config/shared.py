@@ -123,6 +123,7 @@ def start_flag(sources: str, convert: Any = FOLDER, **options: Any) -> Any:
 
 
 ENDLESS = 1e9  # epochs, where the number of updates ends a run
+TRACKERS = ("tensorboard", "wandb")
 _WANDB = when("report_to", "wandb")
 
 
@@ -242,7 +243,7 @@ class RunFlags:
         step_range,
     )
     report_to: tuple[str, ...] = flag(
-        (), "trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb", Names("tensorboard", "wandb")
+        (), f"trackers beside metrics.jsonl: none, or a comma list of {', '.join(TRACKERS)}", Names(*TRACKERS)
     )
     wandb_project: str | None = flag(
         None, "project on Weights & Biases (default: wandb's own choice)", NAME, requires=_WANDB, aliases="project_name"

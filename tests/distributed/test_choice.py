@@ -25,7 +25,7 @@ STARTED_BY: dict[str, dict[str, str]] = {
     "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
     "mpirun": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
 }
-NAMES = {"single", "ddp", "fsdp", "deepspeed", "horovod"}
+NAMES = set(backends.all_backends())
 OF_DEEPSPEED = ["--deepspeed", "--deepspeed_config ds.json", "--zero_stage 2"]
 OF_FSDP = ["--fsdp_offload", "--no-fsdp_reshard_after_forward"]
 Start = Callable[[str], None]

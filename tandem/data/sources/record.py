@@ -109,7 +109,8 @@ class RecordSource(Protocol):
     def __len__(self) -> int: ...
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         """Raises OSError or ValueError, in one line, if the record cannot be read. Only items of a user's dataset are
-        random, by the seed and these arguments."""
+        random, by the seed and these arguments. The main process calls it, too, before and after it forks the loader's
+        workers: a handle that may not cross a fork is closed by `os.register_at_fork(before=...)`."""
         ...
 
     def name(self, index: int) -> str:

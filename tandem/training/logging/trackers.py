@@ -48,9 +48,10 @@ class Trackers:
         wandb_names: Mapping[str, Any] = _EMPTY, check: Callable[[], None] = lambda: None, *, is_root: bool = True,
     ) -> None:  # fmt: skip
         for name in report_to:
-            spec = importlib.util.find_spec(name)
+            package = TRACKERS[name].package
+            spec = importlib.util.find_spec(package)
             if spec is None or spec.loader is None:  # without a loader it is a plain folder, not a package
-                raise missing_package(f"--report_to {name}", name, extra=name)
+                raise missing_package(f"--report_to {name}", package, extra=name)
         self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
         #: Why lines could not be written, in one line; None if all are written.
         self.failure: str | None = None
@@ -195,6 +196,8 @@ def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
 class TensorBoardTracker:
     """Event files under `tensorboard/`, readable without internet."""
 
+    package = "tensorboard"
+
     def __init__(self, folder: Path, config: Mapping[str, Any], wandb_names: Mapping[str, Any]) -> None:
         self._folder = folder / "tensorboard"
         self._writer: Any = None
@@ -226,6 +229,8 @@ class WandbTracker:
     Key, server and mode come from wandb's login and environment variables, as do project and entity by default. Without
     a key, or if the server cannot be reached, the run is written to `wandb/`, from where `wandb sync` uploads it.
     """
+
+    package = "wandb"
 
     def __init__(self, folder: Path, config: Mapping[str, Any], wandb_names: Mapping[str, Any]) -> None:
         import wandb
@@ -292,5 +297,5 @@ def _drop_texts(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 #: The trackers by their names in --report_to. The root constructs them with the run folder, the run's configuration and
-#: `wandb_names`.
-TRACKERS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+#: `wandb_names`. `package` is what they import.
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
