@@ -14,7 +14,7 @@ from .format import Tree
 
 _CHUNK_BYTES = 1 << 28  # of pinned memory; a larger tensor has a larger chunk
 _ALIGNED_BYTES = 64
-_MAX_SPARE = 1 / 16  # share of the memory of a state that may be unused in its last chunk
+_MAX_UNUSED = 1 / 16  # share of the memory of a state that may be unused in its last chunk
 
 Key = tuple[str, str]  # the part of a state, and the path of a tensor in it, joined with '/'
 
@@ -156,11 +156,11 @@ def pack_chunks(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]
     """Pack aligned blocks of these sizes (bytes) into chunks of memory. Yields the size of each chunk, a power of two,
     and the keys of its blocks in their order: large blocks come first, smaller ones fill the rest."""
     remaining = {key: _aligned(size) for key, size in sorted(sizes.items(), key=lambda item: -item[1])}
-    most_spare = sum(remaining.values()) * _MAX_SPARE
+    max_unused = sum(remaining.values()) * _MAX_UNUSED
     while remaining:
         total, largest = sum(remaining.values()), next(iter(remaining.values()))
         size = _power_of_two(total)
-        if size - total > most_spare:
+        if size - total > max_unused:
             size //= 2
         size = free = max(min(size, _CHUNK_BYTES), _power_of_two(largest))
         keys = []

@@ -42,7 +42,7 @@ class ContrastiveResult(NamedTuple):
     audio_gradient: Tensor  # (b, h, d) of the global loss with respect to this process's rows
     text_gradient: Tensor  # (b, h, d)
     scale_gradient: Tensor  # (h,) total
-    bias_gradient: Tensor  # (h,) total; zero but for the sigmoid loss
+    bias_gradient: Tensor  # (h,) total; 0 for softmax and decoupled
     audio_variance: Tensor  # 0-d in [0, 1]: of the final embeddings, 1 - |their mean|^2; 0: all are the same
     text_variance: Tensor  # 0-d
     scale: Tensor  # (h,) the argument

@@ -43,14 +43,14 @@ class Embedder:
     @torch.no_grad()
     def pairs(self, batch: Mapping[str, Any]) -> Any:
         """The model's output for a batch of pairs: waveforms (b, n), tokens (b, t), lengths."""
-        outs = []
+        outputs = []
         for start in range(0, len(batch["waveforms"]), self._rows):
             rows = slice(start, start + self._rows)
             texts = text_inputs(batch["tokens"][rows], batch["lengths"][rows])
             with self._precision():
-                outs.append(self.model(batch["waveforms"][rows], **texts))
-        audio, text = (torch.cat([getattr(out, name) for out in outs]) for name in ("audio", "text"))
-        return outs[0]._replace(audio=audio, text=text)
+                outputs.append(self.model(batch["waveforms"][rows], **texts))
+        audio, text = (torch.cat([getattr(out, name) for out in outputs]) for name in ("audio", "text"))
+        return outputs[0]._replace(audio=audio, text=text)
 
     @torch.no_grad()
     def sounds(self, waveforms: Tensor) -> Tensor:
