@@ -51,7 +51,7 @@ class ScriptFlags:
     temp_min: float = flag(0.5, "lowest temperature", positive_float)
     anneal_rate: float = flag(
         1e-06,
-        "after updates 1, 101, 201, ... the temperature is multiplied by exp(-RATE x updates before that one)",
+        "after update n = 1, 101, 201, ... the temperature is multiplied by exp(-RATE x (n - 1))",
         non_negative_float,
     )
     learning_rate: float = flag(0.001, "learning rate of Adam at the start", positive_float)
