@@ -107,7 +107,7 @@ class UnetTraining:
         self.module, schedule = decoder.unet(self.index), decoder.schedule(self.index)
         self.learning_rate, self.warmup = unet_flag("learning_rate"), unet_flag("lr_warmup_steps")
         self.crop, self.crop_noise = unet_flag("random_crop_sizes"), training.Noise(config.seed, f"unet{number}/crop")
-        self.shape, self.full_shape = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
+        self.shape, self.full_shape = decoder.picture_shape(self.index, self.crop), decoder.picture_shape(self.index)
         self.optimizer = training.make_optimizer(
             self.module, self.learning_rate, config.betas, unet_flag("weight_decay"), lion=config.use_lion
         )

@@ -138,7 +138,7 @@ def evaluate(
     quality, losses = training.RetrievalQuality(processes.device), training.Averages("loss", device=processes.device)
     for batch in feed.validation():
         out = embedder.pairs(batch)
-        # The loss is that of the batch of all processes. Each weights it by its own number of sounds.
+        # The loss is that of the batch of all processes. Each process weights it by its own number of sounds.
         result = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
         losses.add(loss=result.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
@@ -183,7 +183,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         run.folder.path, processes.is_root, metric=best_metric, loss=tie_metric, broadcast=processes.broadcast_object
     )  # fmt: skip
     rows = config.batch_size // (processes.world_size * backend.grad_accum_steps)  # per forward pass, as in training
-    embedder = partial(training.Embedder, tokenizer=tokenizer, rows=rows, device=device, precision=backend.autocast)
+    make_embedder = partial(training.Embedder, tokenizer=tokenizer, rows=rows, device=device, autocast=backend.autocast)
 
     def inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
@@ -201,10 +201,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
         validate=lambda model, step: evaluate(
-            embedder(model), feed, contrastive, config.zero_shot_templates, processes
+            make_embedder(model), feed, contrastive, config.zero_shot_templates, processes
         ),
         draw=lambda versions, batch, step: draw_matches(
-            embedder(training.final_model(versions)), batch, config.num_sounds_shown
+            make_embedder(training.final_model(versions)), batch, config.num_sounds_shown
         ),
         use=("embed.py", "--audio", data_path(config, "audio_data"), "--output", f"{config.output_dir}/index"),
     )  # fmt: skip

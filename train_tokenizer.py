@@ -121,7 +121,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     networks = {"generator": generator, "discriminator": discriminator}
     run = training.Run(config, backend, feed, models=networks, columns=COLUMNS)
     generator.quantizer.connect(processes)
-    in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
+    autocast = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
     ema, noise = training.make_ema(tokenizer, config.ema_decay, config.ema_power), training.Noise(config.seed, "frame")
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
@@ -156,7 +156,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )  # fmt: skip
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
-        validate=in_precision(validate), draw=in_precision(draw), watch=training.ReconstructionAlarm().check,
+        validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         use=("encode.py", "--video_folder", data_path(config, "video_folder"), "--output", codes_folder),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)

@@ -141,10 +141,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
         config, vqgan, discr, processes, images=images_of, pixel_loss=pixel_loss, perceptual_loss=perceptual,
         generator_inputs=sample_noise, log=run.add,
     )  # fmt: skip
-    in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
+    autocast = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
         vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
-        validate=in_precision(validate), draw=in_precision(draw),
+        validate=autocast(validate), draw=autocast(draw),
         use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", output),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)

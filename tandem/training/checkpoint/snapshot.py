@@ -82,7 +82,7 @@ class Snapshot:
         self._to_copy: dict[Key, Tensor] = {}
         self._event: torch.Event | None = None
         self._finished = threading.Event()
-        values = split(parts, self._add_tensor if keep else lambda *_: None)
+        values = separate_tensors(parts, self._add_tensor if keep else lambda *_: None)
         device_tensors = {key: tensor for key, tensor in self._to_copy.items() if tensor.device.type != "cpu"}
         self._buffers.pin({key: tensor for key, tensor in device_tensors.items() if has_pinned_memory(tensor.device)})
         for key in device_tensors:
@@ -121,7 +121,7 @@ class Snapshot:
         self._finished.wait()
 
 
-def split(
+def separate_tensors(
     tree: Mapping[str, Any], visit: Callable[[Key, Tensor, bool], object], path: tuple[str, ...] = ()
 ) -> dict[str, Tree]:
     """The JSON values of a state, which are nested as the state is. `visit` is called with the key of each tensor, the
@@ -131,7 +131,7 @@ def split(
         assert isinstance(name, str) and "/" not in name, f"{name!r} in {path} must be a string without '/'"
         leaf = value() if callable(value) else value
         if isinstance(leaf, Mapping):
-            values[name] = split(leaf, visit, (*path, name))
+            values[name] = separate_tensors(leaf, visit, (*path, name))
         elif isinstance(leaf, Tensor):
             part, *names = (*path, name)
             visit((part, "/".join(names)), leaf.detach(), callable(value))
@@ -148,7 +148,7 @@ def pinned_shapes(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
         if has_pinned_memory(tensor.device):
             shapes[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    split(parts, record)
+    separate_tensors(parts, record)
     return shapes
 
 

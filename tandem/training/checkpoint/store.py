@@ -285,7 +285,8 @@ class Checkpoints:
             write_atomically(self.folder / "latest", f"{path.name}\n".encode())
         finally:
             for old in list_checkpoints(self.folder)[: -self._keep]:
-                # One that cannot be deleted would be renamed there and back at each save; a kill could leave it renamed.
+                # One that cannot be deleted would be renamed and renamed back at each save: a kill in between would
+                # leave it renamed.
                 if old.name not in self._protected_names:
                     self._delete_checkpoint(old)
 

@@ -176,9 +176,10 @@ class Contrastive:
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
         texts, captions = (processes.gather(tensor, sizes) for tensor in (text, caption_ids))
-        # In fp64, so that the number of chunks does not change the rounded results.
-        like = (scale.sum(), audio, scale, bias, scale.sum())
-        totals = [torch.zeros_like(tensor, dtype=sum_dtype(tensor.device)) for tensor in like]
+        # The loss, its gradients of audio, scale and bias, and the number of comparisons. In fp64, so that the number
+        # of chunks does not change the rounded results.
+        shapes = ((), audio.shape, scale.shape, bias.shape, ())
+        totals = [torch.zeros(shape, dtype=sum_dtype(audio.device), device=audio.device) for shape in shapes]
         text_gradients = []
         # One process's texts at a time, so that the memory for comparisons does not grow with their number.
         for rank, (chunk, chunk_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True)):
