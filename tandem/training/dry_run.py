@@ -53,9 +53,8 @@ def run_dry(
             raise Failed
         action_seconds[action.name] = timing[0]
         total_seconds += timing[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
-    feed = run.feed
-    feed.report_bad_samples(run.say)
-    validated, split = len(feed.validated), len(feed.valid_set)
+    run.feed.report_bad_samples(run.say)
+    validated, split = len(run.feed.validated), len(run.feed.valid_set)
     if 0 < validated < split:  # the last validation is followed by one of the whole split
         total_seconds += action_seconds["validation"] * split / validated
     hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
