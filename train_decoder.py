@@ -1,5 +1,5 @@
-"""Train a cascaded diffusion decoder: Unets that make pictures of noise and a condition, such as CLIP's embedding of an
-image or its caption; the first makes small pictures, each further one makes them larger.
+"""Train a cascaded diffusion decoder: Unets that denoise pictures under a condition, such as CLIP's embedding of an
+image or its caption. The first Unet samples small pictures, and each further one enlarges those of the one before.
 
     python train_decoder.py                                       # the demonstration, minutes on two cores
     python train_decoder.py --image_folder photos/                # one process, debugging
@@ -70,14 +70,14 @@ def build_model(
         models.Decoder, config, load, config=DecoderConfig.from_data(config, widths, clip)
     )
     for number, unet in enumerate(decoder.unets, start=1):
-        unet.requires_grad_(number in (config.train_unets or [number]))
+        unet.requires_grad_(not config.train_unets or number in config.train_unets)
     return decoder
 
 
 def clip_mismatch_text(
     config: Config, source_clip: Mapping[str, str] | None, run_clip: Mapping[str, str] | None, name: str
 ) -> str | None:
-    """A line if the conditions of this run may differ from those that a decoder was trained with.
+    """A warning in one line if the conditions of this run may differ from those that a decoder was trained with.
 
     Args:
         source_clip: `Clip.origin` of the decoder `name`; None if it has none.
@@ -87,7 +87,7 @@ def clip_mismatch_text(
         return None
     text = f"--clip {source_clip['name']} and weights {source_clip['weights']} (SHA-256 {source_clip['sha256']})"
     if run_clip is None:
-        return f"{name} was trained with {text}: the conditions that the data holds should be made by the same"
+        return f"{name} was trained with {text}: the embeddings in the data should come from the same weights"
     run_text = f"{run_clip['name']} and {run_clip['weights']} (SHA-256 {run_clip['sha256']})"
     return (
         f"{name} was trained with {text}, this run has {run_text}: unless they hold the same weights, the decoder has "
@@ -107,7 +107,7 @@ class UnetTraining:
         self.module, schedule = decoder.unet(self.index), decoder.schedule(self.index)
         self.learning_rate, self.warmup = unet_flag("learning_rate"), unet_flag("lr_warmup_steps")
         self.crop, self.crop_noise = unet_flag("random_crop_sizes"), training.Noise(config.seed, f"unet{number}/crop")
-        self.shape, self.full_shape = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
+        self.shape, self.full_shape = decoder.picture_shape(self.index, self.crop), decoder.picture_shape(self.index)
         self.optimizer = training.make_optimizer(
             self.module, self.learning_rate, config.betas, unet_flag("weight_decay"), lion=config.use_lion
         )
@@ -176,7 +176,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )
 
     def validate(model: models.Decoder, step: int) -> dict[str, float]:
-        """Errors of the trained Unets over the validation split, and by quarter of the noise."""
+        """Errors of the trained Unets over the validation split: overall, and by quarter of the noise levels."""
         errors = training.UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, device)
         was_training = model.training
         model.eval()
@@ -204,7 +204,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )  # fmt: skip
     has_picture_metrics = config.n_evaluation_samples and (config.fid_weights or config.lpips_weights or clip)
     picture_evaluation = training.Action(
-        "judged pictures", config.evaluate_every_n_steps, evaluate_pictures, measures=True
+        "picture quality", config.evaluate_every_n_steps, evaluate_pictures, measures=True
     )
     extra_actions = [picture_evaluation] if has_picture_metrics else []
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
@@ -216,7 +216,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
             )
         )
 
-    # The factor `timesteps` makes the mean over sampled levels the whole bound, as in Nichol and Dhariwal 2021.
+    # The variational bound is a sum over all levels: `timesteps` times the mean over sampled ones (Nichol and Dhariwal
+    # 2021).
     vb_weight = config.vb_loss_weight * config.timesteps
     with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
@@ -231,6 +232,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
             last_updates[number] = update = engine.step(with_norm=run.is_line_due)
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
+        # Under the names of the other scripts: the rate of the first trained Unet, and the norm of all gradients.
         run.log(lr=engines[min(engines)].lr, grad_norm=sum(last.grad_norm**2 for last in last_updates.values()) ** 0.5)
         ema.update(*(last_updates[number].skipped for number in engines))
 

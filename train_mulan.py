@@ -66,14 +66,14 @@ class TrainingFlags:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        """Turn --data_max_length into seconds."""
+        """Refuse a batch of a single pair, and turn --data_max_length (samples) into --clip_seconds."""
         if args.batch_size < 2:
             parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
         if args.data_max_length:
             seconds = args.data_max_length / args.sample_rate
             if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
-                clip_flag = f"--clip_seconds {args.clip_seconds:g}"
-                parser.error(f"--data_max_length is {seconds:g} s, {clip_flag}; give one of them")
+                other = f"but --clip_seconds {args.clip_seconds:g}"
+                parser.error(f"--data_max_length {args.data_max_length} is {seconds:g} s, {other}; give one of them")
             args.clip_seconds = seconds
 
 
@@ -106,21 +106,19 @@ def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
     from tandem.weights.load import load_user_model, tokenizer_file
 
     paths = {name: getattr(config, name) for name in ("text_tower", "audio_tower")}
-    settings = config.invocation.resumed or {}
-    resumed_towers = [name for name, path in paths.items() if path and path == settings.get(name)]
+    resumed_settings = config.invocation.resumed or {}
+    resumed_towers = [name for name, path in paths.items() if path and path == resumed_settings.get(name)]
     text, audio = (None if name in resumed_towers else path for name, path in paths.items())
     towers = read_towers(text, audio, config.text_tower_quick_gelu)
     shapes = {name: tower.config for name, tower in towers.items()}
     shapes |= {name: describe_model(config.output_dir)[name] for name in resumed_towers}
     torch.manual_seed(config.seed)
-    file_config = {"vocab_size": tokenizer.vocab_size, **shapes}
-    model: models.MuLaN = models.build_in_memory(
-        models.MuLaN, **{**MuLaNConfig.from_args(config).to_dict(), **file_config}
-    )
+    arguments = {**MuLaNConfig.from_args(config).to_dict(), "vocab_size": tokenizer.vocab_size, **shapes}
+    model: models.MuLaN = models.build_in_memory(models.MuLaN, **arguments)
     load_towers(model, towers, tokenizer)
     if config.init_from:
         source = load_user_model(config.init_from, "MuLaN", is_lazy=True)
-        if Path(config.init_from).is_file():  # of a public package, which does not name its tokenizer
+        if Path(config.init_from).is_file():  # of musiclm-pytorch, whose files do not name their tokenizer
             source.config.update({name: model.config[name] for name in NOT_IN_MUSICLM_FILE})
         else:
             tokenizer.require_same(config.init_from, tokenizer_file(Path(config.init_from)))
@@ -135,12 +133,12 @@ def evaluate(
     templates: Sequence[str],
     processes: ProcessGroup,
 ) -> dict[str, float]:
-    """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
+    """Loss, retrieval in both directions and zero-shot classification over the validation split and all processes."""
 
     quality, losses = training.RetrievalQuality(processes.device), training.Averages("loss", device=processes.device)
     for batch in feed.validation():
         out = embedder.pairs(batch)
-        # The loss is that of the batch of all processes. Each weights it by its own number of sounds.
+        # The loss is that of the batch of all processes. Each process weights it by its own number of sounds.
         result = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
         losses.add(loss=result.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
@@ -153,7 +151,7 @@ def evaluate(
     return values
 
 
-def picture(embedder: training.Embedder, samples: data.Batch, count: int) -> Image.Image:
+def draw_matches(embedder: training.Embedder, samples: data.Batch, count: int) -> Image.Image:
     """Spectrograms with the nearest captions, and the similarity of each sound to each caption."""
 
     sounds, texts = embedder.sounds(samples["waveforms"]), embedder.texts(samples["captions"])
@@ -185,7 +183,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         run.folder.path, processes.is_root, metric=best_metric, loss=tie_metric, broadcast=processes.broadcast_object
     )  # fmt: skip
     rows = config.batch_size // (processes.world_size * backend.grad_accum_steps)  # per forward pass, as in training
-    embedder = partial(training.Embedder, tokenizer=tokenizer, rows=rows, device=device, precision=backend.autocast)
+    make_embedder = partial(training.Embedder, tokenizer=tokenizer, rows=rows, device=device, autocast=backend.autocast)
 
     def inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
@@ -198,25 +196,29 @@ def train(config: Config, backend: distributed.Backend) -> None:
         module.save_pretrained(folder)
         tokenizer.save(folder)
 
-    templates, sounds_shown, total_steps = config.zero_shot_templates, config.num_sounds_shown, run.progress.total_steps
+    total_steps = run.progress.total_steps
     alarm = training.CollapseAlarm(after_steps=schedules.limit_warmup(config.lr_warmup_steps, total_steps))
     evaluation = training.Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
-        validate=lambda model, step: evaluate(embedder(model), feed, contrastive, templates, processes),
-        draw=lambda models, batch, step: picture(embedder(training.final_model(models)), batch, sounds_shown),
+        validate=lambda model, step: evaluate(
+            make_embedder(model), feed, contrastive, config.zero_shot_templates, processes
+        ),
+        draw=lambda versions, batch, step: draw_matches(
+            make_embedder(training.final_model(versions)), batch, config.num_sounds_shown
+        ),
         use=("embed.py", "--audio", data_path(config, "audio_data"), "--output", f"{config.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     with processes.raise_on_all_ranks():
         if run.is_root and not run.is_complete:
-            tokenizer.save(run.folder.path)  # the next start reads this one
+            tokenizer.save(run.folder.path)  # the next start reads this copy
     with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
-    def lengths(step: int, batch: data.Batch) -> Sequence[int]:
+    def token_widths(step: int, batch: data.Batch) -> Sequence[int]:
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
         return tuple(sorted(training.width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 
-    for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
+    for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, kind=token_widths):
         engine.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         cache = training.GradCache(engine, processes, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):

@@ -1,5 +1,5 @@
 """Train a tokenizer of videos and images: clips to a grid of codes and back. It is causal: a code depends on no later
-frame, so an image is a clip of one frame, and a film of any length can be encoded as it comes.
+frame, so an image is a clip of one frame, and a video of any length can be encoded chunk by chunk.
 
     python train_tokenizer.py                                     # the demonstration, minutes on two cores
     python train_tokenizer.py --video_folder clips/               # one process, debugging
@@ -51,7 +51,7 @@ class ScriptFlags:
     )
     inflate: bool = flag(
         False,
-        "the model of --init_from was trained on images: frames begin as images, without memory of earlier ones",
+        "the model of --init_from was trained on images: at the start, each frame is encoded without earlier ones",
         requires=given("init_from", "DIR"),
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
@@ -106,7 +106,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     from tandem.devices import to_device
 
     processes, device = backend.processes, backend.processes.device
-    peak, discr_betas = config.discr_learning_rate or config.learning_rate, config.discr_betas or config.betas
+    discr_lr, discr_betas = config.discr_learning_rate or config.learning_rate, config.discr_betas or config.betas
     with processes.raise_on_all_ranks():
         generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
         heartbeat = partial(processes.heartbeat, "fetching weights")
@@ -116,12 +116,12 @@ def train(config: Config, backend: distributed.Backend) -> None:
         i3d = models.i3d_features(config.fvd_weights, config.num_frames, device)
         make_optimizer = partial(training.make_optimizer, weight_decay=config.weight_decay, lion=config.use_lion)
         optimizer = make_optimizer(generator, config.learning_rate, config.betas)
-        discr_optimizer = make_optimizer(discriminator, peak, discr_betas)
+        discr_optimizer = make_optimizer(discriminator, discr_lr, discr_betas)
     feed = data.video_data(config, processes)
     networks = {"generator": generator, "discriminator": discriminator}
     run = training.Run(config, backend, feed, models=networks, columns=COLUMNS)
     generator.quantizer.connect(processes)
-    in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
+    autocast = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
     ema, noise = training.make_ema(tokenizer, config.ema_decay, config.ema_power), training.Noise(config.seed, "frame")
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
@@ -129,10 +129,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["videos"])
 
-    def sample_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+    def sample_frames(micro_batch: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         """A frame of each clip, for the losses that judge single frames."""
-        shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
-        return {"frames": to_device((shares * micro["videos"].shape[2]).long(), device)}
+        fractions = noise.uniform(step, micro_batch["positions"], ())  # on the CPU, so that every device draws the same
+        return {"frames": to_device((fractions * micro_batch["videos"].shape[2]).long(), device)}
 
     def frame_distance(fake: Tensor, videos: Tensor, frames: Tensor) -> Tensor:
         assert perceptual is not None
@@ -156,7 +156,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )  # fmt: skip
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
-        validate=in_precision(validate), draw=in_precision(draw), watch=training.ReconstructionAlarm().check,
+        validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         use=("encode.py", "--video_folder", data_path(config, "video_folder"), "--output", codes_folder),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
@@ -167,7 +167,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     for step, batch in training.updates(run, evaluation, preview=config.num_videos_save, kind=gan_loss.active_terms):
         tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
-        discr.lr = with_warmup(step, total_steps, peak, config.lr_warmup_steps)
+        discr.lr = with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         fakes, codes = [], []

@@ -51,7 +51,7 @@ class ScriptFlags:
     temp_min: float = flag(0.5, "lowest temperature", positive_float)
     anneal_rate: float = flag(
         1e-06,
-        "after updates 1, 101, 201, ... the temperature is multiplied by exp(-RATE x updates before that one)",
+        "after update n = 1, 101, 201, ... the temperature is multiplied by exp(-RATE x (n - 1))",
         non_negative_float,
     )
     learning_rate: float = flag(0.001, "learning rate of Adam at the start", positive_float)
@@ -131,10 +131,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     alarm = training.ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
     codes_folder = f"{config.output_dir}/codes"
-    in_precision = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
+    autocast = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
         vae, ema, write={"model": models.DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
-        validate=in_precision(validate), draw=in_precision(draw), watch=alarm.check,
+        validate=autocast(validate), draw=autocast(draw), watch=alarm.check,
         use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", codes_folder),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)

@@ -112,11 +112,11 @@ def train(config: Config, backend: distributed.Backend) -> None:
     trainable = [weight for weight in generator.parameters() if weight.requires_grad]
     vqgan = backend.wrap(generator, adam(trainable, betas=config.betas), name="generator")
     ema = training.make_ema(vqgan, config.ema_decay, config.ema_power)
-    peak = config.discr_learning_rate or config.learning_rate
-    discr_optimizer = adam(discriminator.parameters(), lr=peak, betas=config.discr_betas or config.betas)
+    discr_lr = config.discr_learning_rate or config.learning_rate
+    discr_optimizer = adam(discriminator.parameters(), lr=discr_lr, betas=config.discr_betas or config.betas)
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if config.l2_recon_loss else F.l1_loss, training.Noise(config.seed, "latents")
-    values_per_latent = generator.channels * 4**generator.num_layers  # of the image
+    values_per_latent = generator.channels * 4**generator.num_layers  # values of the image that share a latent
     output = f"{config.output_dir}/{'codes' if generator.num_codes else 'latents'}"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
@@ -132,19 +132,19 @@ def train(config: Config, backend: distributed.Backend) -> None:
         images = images_of(samples)
         return training.grid({"original": images, **training.reconstructions(versions, images)})
 
-    def sample_noise(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+    def sample_noise(micro_batch: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         is_sampled = config.quantizer == KL and config.latent == "sample"
         shape = generator.latent_shape(config.image_size)
-        return {"noise": noise.normal(step, micro["positions"], shape, device)} if is_sampled else {}
+        return {"noise": noise.normal(step, micro_batch["positions"], shape, device)} if is_sampled else {}
 
     gan_loss = training.GANLoss(
         config, vqgan, discr, processes, images=images_of, pixel_loss=pixel_loss, perceptual_loss=perceptual,
         generator_inputs=sample_noise, log=run.add,
     )  # fmt: skip
-    in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
+    autocast = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
         vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
-        validate=in_precision(validate), draw=in_precision(draw),
+        validate=autocast(validate), draw=autocast(draw),
         use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", output),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
@@ -154,7 +154,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     for step, batch in training.updates(run, evaluation, preview=config.num_images_save, kind=gan_loss.active_terms):
         drop = schedules.drop_factor(run.progress.epoch, config.lr_drop_epochs)
         vqgan.lr = drop * with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
-        discr.lr = drop * with_warmup(step, total_steps, peak, config.lr_warmup_steps)
+        discr.lr = drop * with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         weights["kl"] = config.kl_loss_weight / values_per_latent

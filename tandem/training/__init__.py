@@ -1,6 +1,6 @@
-"""What the training scripts use around their models and losses: the run, its loop, averages, losses, metrics, pictures.
+"""What the training scripts use beside their models: the run, its loop, losses, averaged weights, metrics, pictures.
 
-Nothing here starts or connects processes: collectives are passed in as callables.
+Nothing here starts or connects processes: the scripts pass a `ProcessGroup`, or its collectives as callables.
 """
 
 from __future__ import annotations

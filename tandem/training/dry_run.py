@@ -53,17 +53,19 @@ def run_dry(
             raise Failed
         action_seconds[action.name] = timing[0]
         total_seconds += timing[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
-    feed = run.feed
-    feed.report_bad_samples(run.say)
-    if validated := len(feed.validated):
-        split = len(feed.valid_set)
-        total_seconds += action_seconds["validation"] * (split / validated if validated < split else 0)
+    run.feed.report_bad_samples(run.say)
+    validated, split = len(run.feed.validated), len(run.feed.valid_set)
+    if 0 < validated < split:  # the last validation is followed by one of the whole split
+        total_seconds += action_seconds["validation"] * split / validated
     hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{hint}")
     run.say(_utilization(run, kinds[seconds.index(per_update)], per_update))
     run.say("; ".join(f"{name} {timing:.3g} s" for name, timing in action_seconds.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
-    memory = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(p[name] for p in peaks):.3g} GB" for name in peaks[0])
+    memory = ", ".join(
+        f"{name.removeprefix('peak_').removesuffix('_gb').replace('_', ' ')} {max(peak[name] for peak in peaks):.3g} GB"
+        for name in peaks[0]
+    )
     newest = run.checkpoints.latest() if run.is_root else None
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {memory}; a checkpoint has {n_bytes / 1e6:.3g} MB")

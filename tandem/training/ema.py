@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .cascade import Cascade
 
 OpenModel = Callable[[], AbstractContextManager[Any]]
+"""Returns a context in which a model is whole on every process."""
 
 _LENGTH_PREFIX = "ema_"  # of the name of an average with a length
 _TENSORS_AT_ONCE = 32  # in one foreach operation on a GPU, which allocates their differences
@@ -38,15 +39,15 @@ class AveragedModel:
         self.module = weights.empty_copy().eval()
         self._parameters = dict(self.module.named_parameters())
         local_weights = weights.local_shards()
-        self._local = {name: local_weights[name].detach().to(torch.float32, copy=True) for name in self._parameters}
-        self.device = next(iter(self._local.values())).device
+        self._shards = {name: local_weights[name].detach().to(torch.float32, copy=True) for name in self._parameters}
+        self.device = next(iter(self._shards.values())).device
         self._empty_parameters()
 
     @contextmanager
     def full_weights(self) -> Iterator[Any]:
         """The averaged model, whole on every process, to read and evaluate, not to change. Collective."""
         for name, parameter in self._parameters.items():
-            parameter.data = self._weights.unshard(name, self._local[name])
+            parameter.data = self._weights.unshard(name, self._shards[name])
         try:
             yield self.module
         finally:
@@ -56,10 +57,10 @@ class AveragedModel:
     def move_towards(self, local_weights: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
         """average += share (weights - average), for the weights whose names begin with `part`: `local_weights` are
         this process's shards, `share` is 0-d. Copy the buffers."""
-        share, names = share.float().to(self.device), [name for name in self._local if name.startswith(part)]
+        share, names = share.float().to(self.device), [name for name in self._shards if name.startswith(part)]
         for start in range(0, len(names), _TENSORS_AT_ONCE):
-            averages = [self._local[name] for name in names[start : start + _TENSORS_AT_ONCE]]
-            targets = [local_weights[name].to(self._local[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
+            averages = [self._shards[name] for name in names[start : start + _TENSORS_AT_ONCE]]
+            targets = [local_weights[name].to(self._shards[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
             if self.device.type == "cpu":  # one pass over the memory
                 torch._foreach_lerp_(averages, targets, [share] * len(averages))
             else:  # three kernels: lerp with a share on the device would launch one for each weight
@@ -73,20 +74,21 @@ class AveragedModel:
     def state(self) -> dict[str, Any]:
         """Averages and buffers by name. If weights are sharded, the averages are functions that return them whole,
         which all processes call in the same order."""
-        unshard, is_sharded = self._weights.unshard, self._weights.is_sharded
-        averages = {name: partial(unshard, name, local) if is_sharded else local for name, local in self._local.items()}
+        averages: dict[str, Any] = self._shards
+        if self._weights.is_sharded:
+            averages = {name: partial(self._weights.unshard, name, shard) for name, shard in self._shards.items()}
         return {name: averages.get(name, tensor) for name, tensor in self.module.state_dict().items()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore from whole weights and buffers. Raises ValueError if names or shapes are not the model's."""
-        tensors = {**self.module.state_dict(), **self._local}
+        tensors = {**self.module.state_dict(), **self._shards}
         if names := sorted(tensors.keys() ^ state.keys()):
             fault = "missing" if names[0] in tensors else "not a weight of the model"
             raise ValueError(f"the averaged weights do not fit the model: {names[0]} is {fault} ({len(names)} in all)")
         for name, tensor in tensors.items():
             try:
-                local = self._weights.shard(name, state[name]) if name in self._local else state[name]
+                local = self._weights.shard(name, state[name]) if name in self._shards else state[name]
                 if local.shape != tensor.shape:
                     raise ValueError(f"the shape {tuple(local.shape)} is not the model's {tuple(tensor.shape)}")
             except ValueError as error:

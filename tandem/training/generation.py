@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from tandem.models.features.clip import Clip
 
 # Pictures that a process samples at once. Kernels may round differently for another number, so it does not depend on
-# the number of processes. CHUNK_SHOWN is for the few pictures of `draw`, so that all processes share them.
-CHUNK, CHUNK_SHOWN = 16, 4
+# the number of processes. `draw` has few pictures: a smaller chunk divides them among more processes.
+CHUNK, DRAW_CHUNK = 16, 4
 
 Batch = Mapping[str, Any]
 
 
 class _Interrupted(Exception):
-    """A stop request has reached this process while it samples; the others receive it after their chunk."""
+    """A stop request has reached this process while it samples; the others learn of it after their chunk."""
 
 
 def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
@@ -67,8 +67,9 @@ class Generation:
 
     @torch.no_grad()
     def measure(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
-        """The quality of a picture for each of `count` samples of the validation split, which is repeated if it has
-        fewer, beside the real images; with the cosines of `clip`. Collective."""
+        """Sample a picture for the conditions of each of `count` samples of the validation split, from its start again
+        if it has fewer. Returns the values of `quality`, which compares the pictures with the real images, and measures
+        the cosines of `clip` if that is not None. Collective."""
 
         def add(numbers: range) -> None:
             batch = self._feed.validation_samples(numbers)
@@ -87,27 +88,27 @@ class Generation:
         """A row for each sample: its image, then the picture of each Unet for its condition; labelled by its caption.
         Collective; every process returns the whole picture."""
         conditions, images = self._conditions(samples), samples["images"].float() / 255
-        count, positions = len(images), []
+        count, own_numbers = len(images), list[int]()
         unet_columns: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
 
         def add(numbers: range) -> None:
-            rows = torch.tensor([position % count for position in numbers], device=images.device)
+            rows = torch.tensor([number % count for number in numbers], device=images.device)
             row_conditions = {name: value[rows] for name, value in conditions.items()}
             n_needed = min(len(numbers), count - numbers[0])
-            positions.extend(list(numbers)[:n_needed])
+            own_numbers.extend(numbers[:n_needed])
             unet_pictures: list[Tensor] = []
             self.pictures(decoder, row_conditions, numbers, on_pictures=unet_pictures.append)
             for column, pictures in zip(unet_columns, unet_pictures, strict=True):
                 column.append(pictures[:n_needed])
 
-        self._draw_in_rounds(count, CHUNK_SHOWN, add)
-        order = [position for chunk in self._processes.gather_objects(positions) for position in chunk]
-        by_position = torch.tensor(order).argsort().to(images.device)
-        columns = [images, *(self._processes.gather(torch.cat(column))[by_position] for column in unet_columns)]
+        self._draw_in_rounds(count, DRAW_CHUNK, add)
+        all_numbers = [number for numbers in self._processes.gather_objects(own_numbers) for number in numbers]
+        order = torch.tensor(all_numbers).argsort().to(images.device)
+        columns = [images, *(self._processes.gather(torch.cat(column))[order] for column in unet_columns)]
         largest = max(column.shape[-1] for column in columns)
         resized = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
         rows = torch.stack(resized, dim=1)
-        captions = [shorten_caption(samples["captions"][position]) for position in range(count)]
+        captions = [shorten_caption(caption) for caption in samples["captions"][:count]]
         return grid(
             {f"{number} {caption}": row for number, (caption, row) in enumerate(zip(captions, rows, strict=True), 1)}
         )
@@ -128,8 +129,8 @@ class Generation:
             return decoder.sample(conditions, noise, self._sampling, batch=len(numbers), on_step=report_step, **options)
 
     def _draw_in_rounds(self, count: int, chunk: int, draw: Callable[[range], None]) -> None:
-        """Call `draw` with the numbers of the pictures that this process samples, in chunks of one size; numbers from
-        `count` on only fill the last chunk. After each chunk all processes check for a stop request, as the feed does
+        """Call `draw` with the numbers of the pictures that this process samples, in chunks of one size. Numbers from
+        `count` on only fill up a chunk. After each chunk all processes check for a stop request, as the feed does
         between batches; a request to this process interrupts its chunk. Collective."""
         size = min(chunk, count)
         for round_start in range(0, count, self._processes.world_size * size):

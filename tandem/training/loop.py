@@ -26,8 +26,8 @@ _COLLECTION_INTERVAL = 100  # updates; docs/devices.md says what a collection fi
 
 
 def collect_synchronously(updates: Callable[P, Iterator[tuple[int, Any]]]) -> Callable[P, Iterator[tuple[int, Any]]]:
-    """Decorator of `updates`, by which Python collects garbage after the same updates on all processes. Otherwise each
-    process would collect after another update, and all others would wait. A full collection takes 0.26 s, most of it
+    """Decorator of `updates` that makes Python collect garbage after the same updates on all processes. Otherwise each
+    process would collect after another update, while all others wait for it. A full collection takes 0.26 s, most of it
     for imported objects: these are frozen after the first update."""
 
     @wraps(updates)
@@ -60,13 +60,13 @@ def updates(
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. After each, in this order:
     count the update, write its line of metrics, exit if the run is asked to stop, and do the `actions` that are due.
-    Those that measure have a line of metrics of their own, which is written after all of them. If the run is asked to
-    stop before or during them, it stops at once, and its next start makes this evaluation. After the last update the
-    models are written. Yields nothing if the run is complete.
+    The values of all actions that measure are then written as a line of metrics of their own. If the run is asked to
+    stop before or during such an action, it stops at once, and its next start repeats all of them. After the last
+    update the models are written. Yields nothing if the run is complete.
 
     Args:
-        preview: Number of samples of the pictures.
-        extra_actions: Need the validation split, and are left out without one.
+        preview: Number of samples in a picture.
+        extra_actions: Further actions that measure on the validation split; left out if there is no such split.
         kind: (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
             operations the update has.
 
@@ -113,23 +113,7 @@ def updates(
                 yield step, batch
             run.advance()
             run.notify("updated", batch)
-            run.check_clock()
-            due_actions = _due(run, all_actions)
-            measuring = [action for action in due_actions if action.measures]
-            stop = run.stop_requested(now=bool(measuring))
-            line = run.line()
-            with run.clock.paused():
-                if due_actions or stop or line:
-                    feed.report_bad_samples(run.say)
-                if line:
-                    run.write_line(line)
-                    _warn(run, evaluations, line)
-                if stop:
-                    raise AskedToStop
-                for action in due_actions:
-                    if not action.measures:
-                        action.do()
-                _evaluate(run, evaluations, measuring)
+            _finish_update(run, evaluations, all_actions)
             if not run.progress.finished:
                 batch = feed.next()
     except AskedToStop:
@@ -151,12 +135,38 @@ def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, extra_act
     ]
 
 
+def _finish_update(run: Run, evaluations: Sequence[Evaluation], all_actions: Sequence[Action]) -> None:
+    """Write the line of metrics of the newest update, and do the actions that are due.
+
+    Raises:
+        AskedToStop: if the run is asked to stop, instead of the actions or before one that measures.
+    """
+    run.check_clock()
+    due_actions = _due(run, all_actions)
+    measuring = [action for action in due_actions if action.measures]
+    must_stop = run.stop_requested(now=bool(measuring))
+    line = run.line()
+    with run.clock.paused():
+        if due_actions or must_stop or line:
+            run.feed.report_bad_samples(run.say)
+        if line:
+            run.write_line(line)
+            _warn(run, evaluations, line)
+        if must_stop:
+            raise AskedToStop
+        for action in due_actions:
+            if not action.measures:
+                action.do()
+        _evaluate(run, evaluations, measuring)
+
+
 def _due(run: Run, all_actions: Sequence[Action]) -> list[Action]:
     return [action for action in all_actions if run.progress.due(action.every) or action.is_requested()]
 
 
 def _evaluate(run: Run, evaluations: Sequence[Evaluation], measuring: Sequence[Action]) -> None:
-    """Do what measures after the newest update, then write a line of its values: it means that all is done."""
+    """Do the `measuring` actions after the newest update, then write one line of their values. The next start takes the
+    line as the sign that none of them is missing."""
     if not measuring:
         return
     start, values = time.monotonic(), dict[str, Any]()
@@ -216,11 +226,11 @@ def _validate_versions(run: Run, evaluation: Evaluation, prefix: str) -> dict[st
     values: dict[str, float] = {}
     base = "/".join(filter(None, [prefix, evaluation.name]))
     averages = {f"{base}/{name}": gather for name, gather in evaluation.average.averages().items()}
-    for prefix, gather in {base: evaluation.engine.full_weights, **averages}.items():
+    for version, gather in {base: evaluation.engine.full_weights, **averages}.items():
         with gather() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
             for name, value in evaluation.validate(model, run.progress.step - 1).items():
                 if isinstance(value, Image.Image):
-                    run.log_image(f"{prefix}/{name}", value)
+                    run.log_image(f"{version}/{name}", value)
                 else:
-                    values[f"{prefix}/{name}"] = value
+                    values[f"{version}/{name}"] = value
     return values

@@ -42,32 +42,32 @@ def make_optimizer(
     update = optimizer.update_fn
 
     def update_scaled(weight: Tensor, gradient: Tensor, moment: Tensor, *settings: float) -> None:
-        divisor, skips = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        gradient = gradient if divisor is None else gradient / divisor
-        update_unless(skips, update, weight, gradient, moment, *settings)
+        grad_scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        gradient = gradient if grad_scale is None else gradient / grad_scale
+        update_unless(found_inf, update, weight, gradient, moment, *settings)
 
     optimizer.update_fn = update_scaled
-    # Like the fused AdamW, it takes the divisor of the gradients and the skip flag from the engine.
+    # As the fused AdamW does, it takes `grad_scale` and `found_inf` from the engine.
     optimizer._step_supports_amp_scaling = True
     return cast(torch.optim.Optimizer, optimizer)
 
 
 @torch.no_grad()
 def update_unless(
-    skips: Tensor | None,
+    found_inf: Tensor | None,
     update: Callable[..., None],
     weight: Tensor,
     gradient: Tensor,
     moment: Tensor,
     *settings: float,
 ) -> None:
-    """``update(weight, gradient, moment, *settings)``, in place; if ``skips`` (0-d) is not 0, weight and moment stay as
-    they are. The host reads ``skips`` only on a CPU: elsewhere it would wait for the device."""
-    if skips is None or skips.device.type == "cpu":
-        if skips is None or not bool(skips):
+    """``update(weight, gradient, moment, *settings)``, in place; if ``found_inf`` (0-d) is not 0, weight and moment
+    stay as they are. The host reads ``found_inf`` only on a CPU: elsewhere it would wait for the device."""
+    if found_inf is None or found_inf.device.type == "cpu":
+        if found_inf is None or not bool(found_inf):
             update(weight, gradient, moment, *settings)
         return
     previous = weight.clone(), moment.clone()
     update(weight, gradient, moment, *settings)
     for tensor, old in zip((weight, moment), previous, strict=True):
-        tensor.copy_(torch.where(skips.bool(), old, tensor))
+        tensor.copy_(torch.where(found_inf.bool(), old, tensor))

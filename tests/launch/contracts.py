@@ -265,7 +265,7 @@ def average(backend: Backend) -> dict[str, Any]:
     same = [
         state.keys() == expected.keys() and all(torch.equal(state[n], expected[n]) for n in state) for state in found
     ]
-    parts = ema._averages["ema"]._local  # private: a script asks for whole weights; a machine's memory has these
+    parts = ema._averages["ema"]._shards  # private: a script asks for whole weights; a machine's memory has these
     held = sum(tensor.numel() for tensor in parts.values())
     return {
         "same": same, "held": held, "numbers": numbers, "pieces": len(parts), "rows": rows,

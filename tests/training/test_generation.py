@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.training.generation import CHUNK, CHUNK_SHOWN, Generation
+from tandem.training.generation import CHUNK, DRAW_CHUNK, Generation
 from tests.processes import Process, Root, on_processes
 
 
@@ -25,10 +25,10 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
         on_pictures(torch.zeros(batch, 3, 4, 4))
 
     decoder, feed = SimpleNamespace(image_sizes=(4,), sample=sample), SimpleNamespace(check_stop_request=lambda: None)
-    n = 2 * CHUNK_SHOWN
+    n = 2 * DRAW_CHUNK
     conditions = {"images": torch.zeros(n, 3, 4, 4), "captions": [""] * n}
     Generation(feed, lambda batch: {}, None, process, 0).draw(decoder, conditions)
-    assert events[:2] == [f"draws {CHUNK_SHOWN}", "meets the others"] and "all_gather" in events[2:]
+    assert events[:2] == [f"draws {DRAW_CHUNK}", "meets the others"] and "all_gather" in events[2:]
 
 
 class Stopped(Exception):
@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_that_one_at_its_next_step() -> None:
     """Rank 1 gets a signal while it makes step 3 of 10 of its second chunk; the third one is then nobody's."""
-    conditions = {"images": torch.zeros(6 * CHUNK_SHOWN, 3, 4, 4), "captions": [""] * 6 * CHUNK_SHOWN}
+    conditions = {"images": torch.zeros(6 * DRAW_CHUNK, 3, 4, 4), "captions": [""] * 6 * DRAW_CHUNK}
 
     def work(process: Process) -> list[int]:
         steps: list[int] = []

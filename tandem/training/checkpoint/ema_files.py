@@ -28,8 +28,8 @@ _HEADER = "average"
 
 class EMAFiles:
     """Files such as `step_00000100_ema_0.05.safetensors`, named by update, part of the checkpoint, and length of the
-    average. Each holds fp32 weights and, in its header, the number of averaged updates, of a cascade for each Unet.
-    Newer files do not replace older ones.
+    average. Each holds fp32 weights and, in its header, the length and the number of averaged updates, for a cascade
+    that of each Unet. Newer files do not replace older ones.
 
     Args:
         folder: Holds the files; the first write creates it.

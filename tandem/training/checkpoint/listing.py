@@ -27,6 +27,6 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first. Links are ignored: with one, a run could resume from any folder."""
+    """The checkpoints in a folder, oldest first. Links are ignored, because one may lead to another run's folder."""
     candidates = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
     return sorted((path for path in candidates if path.is_dir() and not path.is_symlink()), key=step_of)

@@ -33,14 +33,15 @@ class ModelDescriptions:
         return self._descriptions
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, in one line, if a checkpoint's models are of other classes, or were trained with other
-        pretrained models, which are arguments that are mappings: of a file only the SHA-256 is compared. What the
-        checkpoint lacks is not compared. `RunFolder.check_config` compares the other arguments, as flags."""
+        """Raise ValueError, in one line, if a checkpoint's model is of another class, or was trained with another
+        pretrained model. An argument that is a mapping describes a pretrained model: if it has a SHA-256, only that is
+        compared. Arguments that the checkpoint lacks are not compared. `RunFolder.check_config` compares all others, as
+        flags."""
         for name, description in self._descriptions.items():
             for key, value in description.items():
                 saved_value = state.get(name, {}).get(key, value if key != "model" else None)
                 is_compared = key == "model" or isinstance(value, dict) or isinstance(saved_value, dict)
-                if is_compared and _identity(value) != _identity(saved_value):
+                if is_compared and _compared_part(value) != _compared_part(saved_value):
                     difference = f"is a {saved_value}" if key == "model" else f"was trained with another --{key}"
                     raise ValueError(
                         f"the checkpoint's {name} {difference}; give the old one, another --output_dir, or --fresh to "
@@ -48,7 +49,7 @@ class ModelDescriptions:
                     )
 
 
-def _identity(value: Any) -> Any:
+def _compared_part(value: Any) -> Any:
     """The part of an argument that is compared."""
     return value.get("sha256", value) if isinstance(value, dict) else value
 

@@ -14,7 +14,7 @@ from .format import Tree
 
 _CHUNK_BYTES = 1 << 28  # of pinned memory; a larger tensor has a larger chunk
 _ALIGNED_BYTES = 64
-_MAX_SPARE = 1 / 16  # share of the memory of a state that may be unused in its last chunk
+_MAX_UNUSED = 1 / 16  # share of the memory of a state that may be unused in its last chunk
 
 Key = tuple[str, str]  # the part of a state, and the path of a tensor in it, joined with '/'
 
@@ -82,7 +82,7 @@ class Snapshot:
         self._to_copy: dict[Key, Tensor] = {}
         self._event: torch.Event | None = None
         self._finished = threading.Event()
-        values = split(parts, self._add_tensor if keep else lambda *_: None)
+        values = separate_tensors(parts, self._add_tensor if keep else lambda *_: None)
         device_tensors = {key: tensor for key, tensor in self._to_copy.items() if tensor.device.type != "cpu"}
         self._buffers.pin({key: tensor for key, tensor in device_tensors.items() if has_pinned_memory(tensor.device)})
         for key in device_tensors:
@@ -121,7 +121,7 @@ class Snapshot:
         self._finished.wait()
 
 
-def split(
+def separate_tensors(
     tree: Mapping[str, Any], visit: Callable[[Key, Tensor, bool], object], path: tuple[str, ...] = ()
 ) -> dict[str, Tree]:
     """The JSON values of a state, which are nested as the state is. `visit` is called with the key of each tensor, the
@@ -131,7 +131,7 @@ def split(
         assert isinstance(name, str) and "/" not in name, f"{name!r} in {path} must be a string without '/'"
         leaf = value() if callable(value) else value
         if isinstance(leaf, Mapping):
-            values[name] = split(leaf, visit, (*path, name))
+            values[name] = separate_tensors(leaf, visit, (*path, name))
         elif isinstance(leaf, Tensor):
             part, *names = (*path, name)
             visit((part, "/".join(names)), leaf.detach(), callable(value))
@@ -148,7 +148,7 @@ def pinned_shapes(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
         if has_pinned_memory(tensor.device):
             shapes[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    split(parts, record)
+    separate_tensors(parts, record)
     return shapes
 
 
@@ -156,11 +156,11 @@ def pack_chunks(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]
     """Pack aligned blocks of these sizes (bytes) into chunks of memory. Yields the size of each chunk, a power of two,
     and the keys of its blocks in their order: large blocks come first, smaller ones fill the rest."""
     remaining = {key: _aligned(size) for key, size in sorted(sizes.items(), key=lambda item: -item[1])}
-    most_spare = sum(remaining.values()) * _MAX_SPARE
+    max_unused = sum(remaining.values()) * _MAX_UNUSED
     while remaining:
         total, largest = sum(remaining.values()), next(iter(remaining.values()))
         size = _power_of_two(total)
-        if size - total > most_spare:
+        if size - total > max_unused:
             size //= 2
         size = free = max(min(size, _CHUNK_BYTES), _power_of_two(largest))
         keys = []

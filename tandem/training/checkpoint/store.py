@@ -74,7 +74,7 @@ class Checkpoints:
         self._keep, self._processes, self._sync_first, self._check = keep, processes, sync_first, check
         self._has_reported_failure = False  # whether `messages` has reported that saves fail
         self._reported_names: set[str] = set()  # names that were in `undeleted` before
-        self._protected_names: set[str] = set()  # names of checkpoints that no save tries to delete again
+        self._protected_names: set[str] = set()  # checkpoints that could not be deleted and that no save tries again
         self._buffers = CopyBuffers()
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -169,12 +169,13 @@ class Checkpoints:
                     )
         # All processes use the root's answer: a process that does not see the folder must not start a new run.
         latest = processes.broadcast_object(str(newest) if newest else None)
-        blind_ranks = [rank for rank, is_seen in enumerate(processes.gather_objects(folder.is_seen)) if not is_seen]
+        is_seen = processes.gather_objects(folder.is_seen)
         with processes.raise_on_all_ranks():
-            if blind_ranks:
+            if False in is_seen:
+                message = unseen_folder_message(is_seen.index(False), folder.path)
                 if latest:
-                    raise ValueError(f"cannot resume: {unseen_folder_message(blind_ranks[0], folder.path)}")
-                say(unseen_folder_message(blind_ranks[0], folder.path))
+                    raise ValueError(f"cannot resume: {message}")
+                say(message)
             if latest:
                 return Path(latest), *self.load(Path(latest), expected)
         return None, {}, {}
@@ -284,9 +285,9 @@ class Checkpoints:
             write_atomically(self.folder / "latest", f"{path.name}\n".encode())
         finally:
             for old in list_checkpoints(self.folder)[: -self._keep]:
-                if (
-                    old.name not in self._protected_names
-                ):  # otherwise renamed at each save, and a kill could leave it renamed
+                # One that cannot be deleted would be renamed and renamed back at each save: a kill in between would
+                # leave it renamed.
+                if old.name not in self._protected_names:
                     self._delete_checkpoint(old)
 
     def _make_room(self) -> None:

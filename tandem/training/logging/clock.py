@@ -25,7 +25,7 @@ _UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
 
 
 def process_seconds() -> float:
-    """Seconds since this process was started; without /proc since this module was imported."""
+    """Seconds since this process was started; on a system without /proc, since this module was imported."""
     since_import = time.monotonic() - _IMPORTED
     try:
         # Field 22 of /proc/self/stat: start in clock ticks since boot. The fields are counted after the name in ().
@@ -135,8 +135,9 @@ class Clock:
         return {f"{name}_seconds": seconds for name, seconds in waits.items()}
 
     def is_late(self, save_seconds: float) -> bool:
-        """Whether the time limit of this process requires a save now. Called after each update, and between the steps
-        of an evaluation. Three more of these steps and the save may take twice the longest time so far.
+        """Whether the time limit of this process requires a save now: whether less is left of it than three steps and a
+        save take, if each takes twice the longest time so far. Steps are the times between two calls: it is called
+        after each update, and between the steps of an evaluation.
 
         Args:
             save_seconds: Of the longest save so far, 0 if none.
@@ -145,21 +146,21 @@ class Clock:
         if self._checked_at is not None:
             self._longest_step = max(self._longest_step, checked_at - self._checked_at)
         self._checked_at = checked_at
-        # Three steps: a stop request takes effect up to two updates late (`ProcessGroup.stop_requested`).
+        # Three steps, because a stop request takes effect up to two updates late (`ProcessGroup.stop_requested`).
         margin = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
         return self._limit_seconds < math.inf and process_seconds() + margin >= self._limit_seconds
 
     def check_limits(self, updates: int) -> tuple[bool, bool, int]:
         """Whether a checkpoint is due by its age, whether the time of the run is over, and after how many updates to
-        call this again: after half of the remaining time, if an update takes the longest time so far or the mean of all
-        `updates` of this start, of which the first may have compiled the model."""
+        call this again: those of half the time until the next save or the end. An update is assumed to take the longest
+        time so far, or the mean of all `updates` of this start if that is longer, as where the first compiled the
+        model."""
         now = time.monotonic()
-        save_seconds, run_seconds = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds
+        until_save, until_end = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds
         per_update = max(self._longest_step, (now - self._begin_time) / updates, 1e-3)
-        seconds_left = min(seconds if seconds > 0 else full_seconds for seconds, full_seconds in (
-            (save_seconds, self._save_seconds), (run_seconds, math.inf)
-        ))  # fmt: skip
-        return save_seconds <= 0, run_seconds <= 0, int(max(min(seconds_left / 2 / per_update, _MAX_UPDATES), 1))
+        next_save = until_save if until_save > 0 else self._save_seconds  # a due save is made at once
+        seconds_left = min(next_save, until_end if until_end > 0 else math.inf)
+        return until_save <= 0, until_end <= 0, int(max(min(seconds_left / 2 / per_update, _MAX_UPDATES), 1))
 
     def _new_waits(self) -> dict[str, float]:
         return {name: seconds - self._waits_before[name] for name, seconds in self._processes.waited.items()}

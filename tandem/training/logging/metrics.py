@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from tandem.devices import double
-from tandem.training.metrics.averages import code_statistics, counts_of_codes
+from tandem.training.metrics.averages import code_statistics, count_codes
 from tandem.training.metrics.directions import COSTS
 from tandem.training.visuals.images import code_histogram
 
@@ -83,13 +83,13 @@ class Metrics:
         """Record the codes of this update's micro-batches, integers of any shape below `num_codes`: the line has their
         statistics, and `pictures` their histogram. Without effect unless `are_codes_due`, else collective."""
         if self.are_codes_due:
-            counts = counts_of_codes(codes, num_codes, self._processes.sum)
+            counts = count_codes(codes, num_codes, self._processes.sum)
             self.log(**code_statistics(counts))
             if self._histogram_due and self._processes.is_root:
                 self._histogram = code_histogram(counts)
 
     def pictures(self) -> Iterator[tuple[str, Image.Image]]:
-        """Pictures of the newest update by name, on the root, once."""
+        """Pictures of the newest update and their names, on the root; each is yielded only once."""
         if self._histogram is not None:
             yield "codes", self._histogram
         self._histogram = None
@@ -99,8 +99,8 @@ class Metrics:
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
         means = self._processes.mean({**self._sums, **self._clock.waits(), "flops": self._operations.mean_since_line()})
         flops = means.pop("flops") * self._processes.world_size / self._progress.batch_size
-        counted = {} if math.isnan(flops) else {"gflop_per_sample": float(f"{flops / 1e9:.6g}")}
+        operations = {} if math.isnan(flops) else {"gflop_per_sample": float(f"{flops / 1e9:.6g}")}
         waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
         self._sums, self._values = {}, {}
-        costs = {**counted, **waits, **peak_memory(self._processes.device)}
+        costs = {**operations, **waits, **peak_memory(self._processes.device)}
         return {**means, **values, "skipped_updates": skipped_updates, **costs}

@@ -22,7 +22,7 @@ from tandem.flops import FlopCounter
 if TYPE_CHECKING:
     from tandem.distributed import ProcessGroup
 
-# By PyTorch's name of a device, a whole match: 10^12 operations per second without sparsity in (bf16, fp16, tf32,
+# Pattern of PyTorch's whole name of a device -> 10^12 operations per second without sparsity in (bf16, fp16, tf32,
 # fp32); None: the device has no units for that. A slice of a GPU (MIG) has another name. Since Hopper and Ada NVIDIA's
 # datasheets state rates of tensor cores with sparsity, which are twice as high.
 _PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]] = {
@@ -78,7 +78,7 @@ def total_peak_flops(processes: ProcessGroup, precision: str) -> float | None:
 
 def measure_matmul_flops(device: torch.device, precision: str) -> float:
     """Operations per second of a product of two square matrices on this device, with the threads of this process: the
-    highest rate, over sizes, that is measured within a second."""
+    highest rate that is measured within a second, in which the matrices grow."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     max_rate, size, deadline = 0.0, 256, time.monotonic() + 1.0
     while max_rate == 0.0 or time.monotonic() < deadline:
@@ -94,10 +94,11 @@ def measure_matmul_flops(device: torch.device, precision: str) -> float:
 
 
 class Operations:
-    """Counts the operations of this process's updates. All updates of one kind have the same number, that of its second
-    update: the first may initialise a codebook, too. Later updates of the kind are not slowed down by counting.
+    """Counts the operations of this process's updates. All updates of one kind have the same number. The first two are
+    counted, and the second count holds, because the first may include the initialisation of a codebook. Later updates
+    are not slowed down by counting.
 
-    Kinds after the first `MAX_KINDS`, such as texts of ever new lengths, are not counted.
+    Kinds after the first `MAX_KINDS`, as of texts whose lengths vary, are not counted.
 
     Args:
         is_compiled: The first update of each kind is not counted: the compiler may try kernels in it.

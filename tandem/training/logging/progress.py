@@ -55,7 +55,8 @@ class Progress:
         self.seconds = 0.0
         #: Whether the checkpoint from which the run resumes was made at the end of the run.
         self.was_finished = False
-        #: Metrics of the checkpoint's update that an earlier version would have logged after its evaluation.
+        #: Metrics of the checkpoint's update, if an earlier version, which logged them after the evaluation of that
+        #: update, ended before it.
         self.unlogged_line: dict[str, Any] = {}
 
     @property
@@ -98,7 +99,7 @@ class Progress:
         if state["batch_size"] != self.batch_size:
             raise ValueError(
                 f"the checkpoint was trained with --batch_size {state['batch_size']}, now it is {self.batch_size}, so "
-                "its steps cannot be counted on: use the old value, or start over with --fresh"
+                "the count of its updates cannot go on: use the old value, or start over with --fresh"
             )
         if state["samples_per_epoch"] != self.samples_per_epoch:
             raise ValueError(

@@ -9,7 +9,7 @@ from tandem.training.metrics.directions import FAULTS
 
 _ROWS_PER_HEADING = 20
 _CELL_WIDTH = 9  # characters of most numbers
-_RATE, _TIME = "samples/s", "left"
+_RATE, _TIME_LEFT = "samples/s", "left"
 
 
 class MetricsTable:
@@ -27,29 +27,29 @@ class MetricsTable:
         self._validation_columns = [name.removeprefix("valid/") for name in columns if name.startswith("valid/")]
         names = ["loss", *(name for name in columns if not name.startswith("valid/"))]
         start = f"update {self._total}/{self._total}"
-        while len(start + self._cells({name: name for name in [*names, _RATE, _TIME]})) > width and len(names) > 1:
+        while len(start + self._cells({name: name for name in [*names, _RATE, _TIME_LEFT]})) > width and len(names) > 1:
             names.pop()
-        self._columns = [*names, _RATE, _TIME]
+        self._columns = [*names, _RATE, _TIME_LEFT]
 
     def lines(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> Iterator[str]:
-        """The lines for the metrics after `step` updates: of the update, of a validation, of both or of neither.
-        `seconds_left` until the end of the run, None if unknown."""
-        clock = f"{step:>{len(self._total)}}/{self._total}"
+        """The lines for the metrics after `step` updates, which are those of the update, of a validation, of both or of
+        neither. `seconds_left`: until the end of the run; None if unknown."""
+        counter = f"{step:>{len(self._total)}}/{self._total}"
         if "loss" in metrics:
-            start = f"update {clock}"
+            start = f"update {counter}"
             if self._rows % _ROWS_PER_HEADING == 0:
                 yield " " * len(start) + self._cells({name: name for name in self._columns})
             self._rows += 1
             texts = {name: format_number(metrics.get(name)) for name in self._columns}
             texts[_RATE] = format_number(metrics.get("samples_per_second"))
-            texts[_TIME] = "-" if seconds_left is None else format_time_left(seconds_left)
+            texts[_TIME_LEFT] = "-" if seconds_left is None else format_time_left(seconds_left)
             yield start + self._cells(texts) + "".join(f"  {n} {metrics[n]}" for n in FAULTS if metrics.get(n))
         for prefix, label in (("valid", "valid"), ("valid_whole", "whole")):
             cells = list(self._validation_cells(metrics, f"{prefix}/"))
-            while len(cells) > 1 and len(f"{label:<6} {clock}") + sum(map(len, cells)) > self._width:
+            while len(cells) > 1 and len(f"{label:<6} {counter}") + sum(map(len, cells)) > self._width:
                 cells.pop()
             if cells:
-                yield f"{label:<6} {clock}{''.join(cells)}"
+                yield f"{label:<6} {counter}{''.join(cells)}"
 
     @staticmethod
     def _cells(texts: Mapping[str, str]) -> str:

@@ -35,8 +35,8 @@ def _sum_over_heads(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_sum_over_heads
 def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017, "Geometric GAN"; without the
-    factor 1/2 of some implementations)."""
+    """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017, "Geometric GAN"; without the factor 1/2 of
+    some implementations)."""
     return F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean()
 
 
@@ -54,15 +54,14 @@ def bce_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
 
 @_sum_over_heads
 def bce_generator_loss(fake_logits: Tensor) -> Tensor:
-    """-mean log s(D(fake)), 0-d: the non-saturating one (Goodfellow et al. 2014, section 3)."""
+    """-mean log s(D(fake)), 0-d: the non-saturating loss (Goodfellow et al. 2014, section 3)."""
     return F.softplus(-fake_logits.float()).mean()
 
 
 @_sum_over_heads
 def softplus_generator_loss(fake_logits: Tensor) -> Tensor:
     """mean over the images of softplus(-mean D(fake)), 0-d: -log s of an image's mean logit (`non_saturate_gen_loss` of
-    Open-MAGVIT2). Unlike that of the hinge loss, its gradient shrinks where an image deceives the
-    discriminator."""
+    Open-MAGVIT2). Unlike that of the hinge loss, its gradient shrinks where an image deceives the discriminator."""
     return F.softplus(-fake_logits.float().reshape(len(fake_logits), -1).mean(1)).mean()
 
 
@@ -154,9 +153,9 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor
     weights; summed over the heads.
 
     R1 + R2 of Mescheder et al. 2018, "Which training methods for GANs do actually converge?", section 4.1, without
-    their factor gamma / 2. D(x) is the mean of an image's logits, so that a weight means the
-    same for few logits and for many. In fp32, with the arguments of `gradient_penalty`. The discriminator is called
-    once, on the real images followed by the generated ones.
+    their factor gamma / 2. D(x) is the mean of an image's logits, so that the penalty does not grow with their number.
+    In fp32, with the arguments of `gradient_penalty`. The discriminator is called once, on the real images followed by
+    the generated ones.
     """
     with torch.autocast(real.device.type, enabled=False):
         x = torch.cat([real, fake]).detach().float().requires_grad_()

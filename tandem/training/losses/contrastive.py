@@ -42,7 +42,7 @@ class ContrastiveResult(NamedTuple):
     audio_gradient: Tensor  # (b, h, d) of the global loss with respect to this process's rows
     text_gradient: Tensor  # (b, h, d)
     scale_gradient: Tensor  # (h,) total
-    bias_gradient: Tensor  # (h,) total; zero but for the sigmoid loss
+    bias_gradient: Tensor  # (h,) total; 0 for softmax and decoupled
     audio_variance: Tensor  # 0-d in [0, 1]: of the final embeddings, 1 - |their mean|^2; 0: all are the same
     text_variance: Tensor  # 0-d
     scale: Tensor  # (h,) the argument
@@ -176,9 +176,10 @@ class Contrastive:
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
         texts, captions = (processes.gather(tensor, sizes) for tensor in (text, caption_ids))
-        # In fp64, so that the number of chunks does not change the rounded results.
-        like = (scale.sum(), audio, scale, bias, scale.sum())
-        totals = [torch.zeros_like(tensor, dtype=sum_dtype(tensor.device)) for tensor in like]
+        # The loss, its gradients of audio, scale and bias, and the number of comparisons. In fp64, so that the number
+        # of chunks does not change the rounded results.
+        shapes = ((), audio.shape, scale.shape, bias.shape, ())
+        totals = [torch.zeros(shape, dtype=sum_dtype(audio.device), device=audio.device) for shape in shapes]
         text_gradients = []
         # One process's texts at a time, so that the memory for comparisons does not grow with their number.
         for rank, (chunk, chunk_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True)):

@@ -40,7 +40,7 @@ class DiffusionDraws:
         stratified: Times are (pi(position) + u) / batch_size quantiles, with a permutation pi of the global batch that
             changes with the step and u uniform in [0, 1). So each batch has one time in each of batch_size strata, and
             the loss hardly varies through the choice of times (after Kingma et al. 2021, appendix I.1).
-        lowres: If the network sees low-resolution pictures.
+        lowres: How the low-resolution pictures are degraded; None if the network sees none.
         device: Where noise is drawn, and where all draws are put. Scalars are the same on every device.
     """
 
@@ -81,19 +81,19 @@ class DiffusionDraws:
             use: Draws of different uses are independent.
         """
 
-        def noise(draw: str) -> Noise:
-            return Noise(self._seed, f"diffusion/{self._name}{use}/{draw}")
+        def noise(name: str) -> Noise:
+            return Noise(self._seed, f"diffusion/{self._name}{use}/{name}")
 
-        def uniform(draw: str) -> Tensor:
-            return noise(draw).uniform(step, positions, ()).double()
+        def uniform(name: str) -> Tensor:
+            return noise(name).uniform(step, positions, ()).double()
 
-        def uniform_between(draw: str, low: float, high: float) -> Tensor:
-            return low + (high - low) * uniform(draw)
+        def uniform_between(name: str, low: float, high: float) -> Tensor:
+            return low + (high - low) * uniform(name)
 
         quantiles = uniform("times")
         if self._stratified:
-            permutation = np.random.Generator(np.random.Philox(key=noise("strata").seed_of(step, 0)))
-            strata = torch.from_numpy(permutation.permutation(batch_size))[list(positions)]
+            generator = np.random.Generator(np.random.Philox(key=noise("strata").seed_of(step, 0)))
+            strata = torch.from_numpy(generator.permutation(batch_size))[list(positions)]
             quantiles = (strata + quantiles) / batch_size
         draws = {"times": self._to_levels(quantiles)}
         draws |= {name: uniform(name) >= drop for name, drop in self._drop_probabilities.items() if drop is not None}

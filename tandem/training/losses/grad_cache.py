@@ -40,7 +40,7 @@ class GradCache:
         batch: Mapping[str, Any],
         inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
-        self._contrastive, self._is_root, self._rows = contrastive, processes.is_root, 0
+        self._contrastive, self._is_root, self._next_row = contrastive, processes.is_root, 0
         self._result: ContrastiveResult | None = None
         # A single micro-batch needs no first pass. With `is_replicated` it is made nevertheless, as by runs with
         # another number of processes: PyTorch may choose another kernel without a graph, which would change bits.
@@ -61,10 +61,10 @@ class GradCache:
         micro-batch gets them."""
         if self._result is None:
             self._result = self._compare([out], [caption_ids])
-        result, rows = self._result, slice(self._rows, self._rows + len(out.audio))
-        is_first = self._is_root and self._rows == 0
-        self._rows = rows.stop
-        factor = 1.0 if is_first else 0.0  # a factor of 0, because all processes must use the same parameters
+        result, rows = self._result, slice(self._next_row, self._next_row + len(out.audio))
+        is_first = self._is_root and self._next_row == 0
+        self._next_row = rows.stop
+        factor = 1.0 if is_first else 0.0  # 0, not a missing term: all processes must use the same parameters
         surrogate = (
             (out.audio * result.audio_gradient[rows]).sum()
             + (out.text * result.text_gradient[rows]).sum()

@@ -42,9 +42,9 @@ class Averages:
 
 
 def code_statistics(counts: Tensor) -> dict[str, float]:
-    """`codes_used`, `codes_used_fraction` and `perplexity` of counts (num_codes,). The perplexity is the exponential of
-    the entropy in nats of the distribution of codes: 1 for a single code, num_codes for codes of equal frequency.
-    Empty for a model without codes."""
+    """`codes_used`, `codes_used_fraction` and `perplexity` of counts (num_codes,); {} for a model without codes. The
+    perplexity is the exponential of the entropy in nats of the distribution of codes: 1 for a single code, num_codes
+    for codes of equal frequency."""
     if not len(counts):
         return {}
     probabilities = counts.double() / counts.sum().clamp_min(1)
@@ -53,16 +53,16 @@ def code_statistics(counts: Tensor) -> dict[str, float]:
     return {"codes_used": n_used, "codes_used_fraction": n_used / len(counts), "perplexity": entropy.exp().item()}
 
 
-def count_codes(counts: Tensor, codes: Tensor) -> None:
-    """Add to int64 counts (num_codes,) how often each code occurs in int64 codes of any shape."""
+def add_codes(counts: Tensor, codes: Tensor) -> None:
+    """Add to int64 `counts` (num_codes,), in place, how often each code occurs in int64 codes of any shape."""
     flat = codes.flatten()
     counts.index_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the device
 
 
-def counts_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = identity) -> Tensor:
+def count_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = identity) -> Tensor:
     """How often each code occurs in some micro-batches, over all processes: int64 (num_codes,), on the CPU. Collective:
     one all-reduce."""
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes[0].device)
     for batch_codes in codes:
-        count_codes(counts, batch_codes)
+        add_codes(counts, batch_codes)
     return all_reduce(counts).cpu()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# A collapsed loss stays the same. Several checks in a row distinguish it from a falling loss that passes this value.
+# The loss of a collapsed model stays at one value. A healthy loss may fall past that value: only several checks in a
+# row tell the two apart.
 _CHECKS = 5
 _NEAR, _AWAY = 0.01, 0.02  # relative distance from the collapsed loss
 _LEAST_VARIANCE, _RECOVERED_VARIANCE = 1e-3, 2e-3
@@ -22,13 +23,13 @@ _DISCR_WINS, _DISCR_ERRS = 0.02, 0.2  # losses of the discriminator; one that gu
 
 
 class CollapseAlarm:
-    """Checks the loss and the variance of the embeddings, after the first `after_steps` updates: at the start of every
-    run embeddings are nearly equal."""
+    """Checks the loss and the variance of the embeddings. The first `after_steps` updates are not checked, because
+    embeddings are nearly equal at the start of every run."""
 
     def __init__(self, after_steps: int) -> None:
         self._after_steps = after_steps
-        self._loss = _Condition(_CHECKS)
-        self._variances = {side: _Condition(1) for side in ("audio", "text")}
+        self._loss = _Fault(_CHECKS)
+        self._variances = {side: _Fault(1) for side in ("audio", "text")}
 
     def check(self, step: int, line: Mapping[str, float]) -> list[str]:
         """Warnings, in one line each, when a collapse begins; the next one only after the run had recovered.
@@ -41,21 +42,21 @@ class CollapseAlarm:
         if step <= self._after_steps or "collapsed_loss" not in line:  # a line that has only a validation
             return []
         loss, collapsed = line["loss"], line["collapsed_loss"]
-        warnings = [
-            f"warning: the {side} embeddings are almost one and the same vector (variance {variance:.2g} of at most "
-            f"1): the {side} side has collapsed. Check that its inputs differ; try a smaller --lr, a longer warm-up, "
-            "or an earlier checkpoint"
-            for side, condition in self._variances.items()
-            if condition.begins(
-                (variance := line[f"{side}_variance"]) < _LEAST_VARIANCE, variance >= _RECOVERED_VARIANCE
-            )
-        ]
+        warnings = []
+        for side, fault in self._variances.items():
+            variance = line[f"{side}_variance"]
+            if fault.begins(variance < _LEAST_VARIANCE, variance >= _RECOVERED_VARIANCE):
+                warnings.append(
+                    f"warning: the {side} embeddings are almost one and the same vector (variance {variance:.2g} of at "
+                    f"most 1): the {side} side has collapsed. Check that its inputs differ; try a smaller "
+                    "--learning_rate, a longer warm-up, or an earlier checkpoint"
+                )
         distance = abs(loss - collapsed)
         if self._loss.begins(distance <= _NEAR * collapsed, distance > _AWAY * collapsed):
             warnings.append(
                 f"warning: the loss {loss:.4g} has stayed for {_CHECKS} checks at {collapsed:.4g}, its value if every "
                 "clip is equally near to every caption: nothing is learned. Check that captions belong to their clips "
-                "and that clips are not silent; try a smaller --lr, a longer warm-up or a larger batch"
+                "and that clips are not silent; try a smaller --learning_rate, a longer warm-up or a larger batch"
             )
         return warnings
 
@@ -78,8 +79,8 @@ class ReconstructionAlarm:
         self._step, self._updates, self._rate, self._sum_of_rates = 0, 0, 0.0, 0.0
         self._first_psnr, self._best_psnr, self._has_discriminator = math.nan, -math.inf, False
         self._codes, self._most_codes = "valid/codes_used", 0.0
-        self._alike, self._poor = _Condition(2), _Condition(_CHECKS)  # validations are fewer than lines
-        self._few, self._discriminator = _Condition(2 * _CHECKS), _Condition(4 * _CHECKS)
+        self._alike, self._poor = _Fault(2), _Fault(_CHECKS)  # validations are fewer than lines
+        self._few, self._discriminator = _Fault(2 * _CHECKS), _Fault(4 * _CHECKS)
 
     def check(self, step: int, line: Mapping[str, float]) -> list[str]:
         """Warnings, in one line each, when a fault begins; the next one only after the run had recovered from it.
@@ -88,7 +89,7 @@ class ReconstructionAlarm:
             step: Completed updates.
             line: Metrics of all processes by name: `lr`, `codes_used` of a batch, `discr_loss`, and of the validation
                 split `valid/psnr` in dB, `valid/codes_used`, and `valid/variance_kept` and `valid/explained_variance`
-                (`tandem.training.metrics.reconstruction.Variety`). Missing metrics are not checked.
+                (`tandem.training.metrics.reconstruction.ReconstructedVariance`). Missing metrics are not checked.
         """
         updates = step - self._step if self._step else 0  # the first line may be that of a resumed run
         self._step, self._updates, self._rate = step, self._updates + updates, line.get("lr", self._rate)
@@ -101,21 +102,22 @@ class ReconstructionAlarm:
     def _check_validation(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         if "valid/psnr" not in line:
             return []
-        psnr, variety, explained = (line[f"valid/{name}"] for name in ("psnr", "variance_kept", "explained_variance"))
+        names = ("psnr", "variance_kept", "explained_variance")
+        psnr, variance_kept, explained = (line[f"valid/{name}"] for name in names)
         self._first_psnr = psnr if math.isnan(self._first_psnr) else self._first_psnr
         self._best_psnr = max(self._best_psnr, psnr)
         fall, samples_differ, warnings = self._best_psnr - psnr, psnr < _ALIKE_PSNR, []
         remedy = "a smaller --gan_weight_scale or --penalty_weight" if self._has_discriminator else self._remedy
-        are_alike = variety < _COLLAPSED_SHARE and samples_differ
-        if self._alike.begins(are_alike, variety >= _RECOVERED_SHARE or not samples_differ, has_had_time):
+        are_alike = variance_kept < _COLLAPSED_SHARE and samples_differ
+        if self._alike.begins(are_alike, variance_kept >= _RECOVERED_SHARE or not samples_differ, has_had_time):
             warnings.append(
-                f"all samples get almost the same reconstruction ({psnr:.1f} dB, {100 * variety:.2g}% of the samples' "
-                f"variance): the model has collapsed. Try {remedy}"
+                f"all samples get almost the same reconstruction ({psnr:.1f} dB, {100 * variance_kept:.2g}% of the "
+                f"samples' variance): the model has collapsed. Try {remedy}"
             )
-        # Neither a low PSNR that rises is a collapse, nor a high one that stays, as at the end of a long run.
-        rises = psnr >= self._first_psnr + _RISE
-        is_poor = not are_alike and ((explained <= 0 and samples_differ and not rises) or fall > _FALL)
-        if self._poor.begins(is_poor, (explained > 0 or rises) and fall < _RECOVERED_FALL, has_had_time):
+        # A low PSNR that rises is no collapse, nor is a high one that no longer rises, as at the end of a long run.
+        has_risen = psnr >= self._first_psnr + _RISE
+        is_poor = not are_alike and ((explained <= 0 and samples_differ and not has_risen) or fall > _FALL)
+        if self._poor.begins(is_poor, (explained > 0 or has_risen) and fall < _RECOVERED_FALL, has_had_time):
             note = f"{fall:.1f} dB below its best" if fall > _FALL else "no better than one mean picture of all samples"
             warnings.append(f"the PSNR of {_CHECKS} validations does not rise: {psnr:.1f} dB, {note}. Try {remedy}")
         return warnings
@@ -141,13 +143,15 @@ class ReconstructionAlarm:
         return [f"{text}. Try a smaller --discr_learning_rate, or a larger --penalty_weight or --lecam_weight"]
 
 
-class _Condition:
-    """Begins after a number of bad checks in a row, and ends at the first good one."""
+class _Fault:
+    """A fault that begins with the last of `checks` bad checks in a row, and ends at the first good one. A check may be
+    neither."""
 
     def __init__(self, checks: int) -> None:
         self._checks, self._in_a_row, self._has_begun = checks, 0, False
 
     def begins(self, is_bad: bool, is_good: bool, may_begin: bool = True) -> bool:
+        """Record a check; returns whether the fault begins with it."""
         self._in_a_row = self._in_a_row + 1 if is_bad else 0
         if is_good:
             self._has_begun = False

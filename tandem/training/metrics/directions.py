@@ -26,7 +26,7 @@ _NEITHER = re.compile(r"(discr|gan|lecam)_loss")
 
 
 def better_direction(metric: str) -> str:
-    """ "high" or "low"; empty if neither is better."""
+    """ "high" or "low": which values of this metric are better; "" if that is not known."""
     name = metric.split("/")[-1].lower()
     if _NEITHER.fullmatch(name):
         return ""

@@ -31,31 +31,31 @@ def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 class Embedder:
     """Computes embeddings of a `MuLaN` without noise and gradients, `rows` sounds (a micro-batch) per forward pass.
-    Forward passes run in the context that `precision` returns."""
+    Forward passes run in the context that `autocast` returns."""
 
     def __init__(
         self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device,
-        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         self.model, self._tokenizer, self._rows, self._device = model, tokenizer, rows, device
-        self._precision = precision
+        self._autocast = autocast
 
     @torch.no_grad()
     def pairs(self, batch: Mapping[str, Any]) -> Any:
         """The model's output for a batch of pairs: waveforms (b, n), tokens (b, t), lengths."""
-        outs = []
+        outputs = []
         for start in range(0, len(batch["waveforms"]), self._rows):
             rows = slice(start, start + self._rows)
             texts = text_inputs(batch["tokens"][rows], batch["lengths"][rows])
-            with self._precision():
-                outs.append(self.model(batch["waveforms"][rows], **texts))
-        audio, text = (torch.cat([getattr(out, name) for out in outs]) for name in ("audio", "text"))
-        return outs[0]._replace(audio=audio, text=text)
+            with self._autocast():
+                outputs.append(self.model(batch["waveforms"][rows], **texts))
+        audio, text = (torch.cat([getattr(out, name) for out in outputs]) for name in ("audio", "text"))
+        return outputs[0]._replace(audio=audio, text=text)
 
     @torch.no_grad()
     def sounds(self, waveforms: Tensor) -> Tensor:
         """Waveforms (b, n) -> unit vectors (b, d)."""
-        with self._precision():
+        with self._autocast():
             return torch.cat([self.model.encode_audio(chunk) for chunk in waveforms.split(self._rows)])
 
     @torch.no_grad()
@@ -64,6 +64,6 @@ class Embedder:
         embeddings = []
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             tokens, lengths = self._tokenizer.encode(list(texts[start : start + _TEXTS_AT_A_TIME]))
-            with self._precision():
+            with self._autocast():
                 embeddings.append(self.model.encode_text(**text_inputs(tokens.to(self._device), lengths)))
         return torch.cat(embeddings)

@@ -79,10 +79,10 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 class ReconstructionFID:
-    """rFID: the Fréchet inception distance between reconstructions and the original images.
+    """rFID, the Fréchet inception distance between reconstructions and originals; with I3D's features of videos, rFVD.
 
     Args:
-        features: Images (b, 3, h, w) in [0, 1] -> vectors (b, dim), such as `Inception`.
+        features: Images (b, 3, h, w) or videos in [0, 1] -> vectors (b, dim), such as `Inception`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ReconstructionFID:
 
     @torch.no_grad()
     def add(self, images: Tensor, reconstructions: Tensor) -> None:
-        """Add images and their reconstructions (b, 3, h, w) in [0, 1]."""
+        """Add images and their reconstructions, both as `features` takes them."""
         self._real.add(self._features(images))
         self._fake.add(self._features(reconstructions))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .fid import Inception
 
 Gather = Callable[[Tensor], Tensor]
-Pairs = tuple[Tensor, Tensor]
+EmbeddingPair = tuple[Tensor, Tensor]
 
 _SUBSETS, _SUBSET_SIZE = 100, 1000  # of KID, as published
 _CHUNK_SIZE = 4096  # features that are converted to float64 at a time
@@ -41,8 +41,8 @@ def missing_metrics_text(networks: Mapping[str, object | None]) -> str | None:
 
 
 class Distributions:
-    """Distances between the features of real and of generated images. In the end every process holds the features of
-    all images, in fp32: 16 KB for a pair of images with Inception's 2048 features each. KID and inception score are
+    """Distances between the features of real and of generated images. `result` gives every process the features of all
+    images, in fp32: 16 KB for a pair of images with Inception's 2048 features each. KID and inception score are
     computed by torch-fidelity, as published values are.
 
     - `fid`: see `frechet_distance`.
@@ -50,8 +50,7 @@ class Distributions:
       images each; of fewer images, all are compared once, and there is no `kid_std`. Unlike FID, it is not biased for
       few images.
     - `inception_score` of the generated images (Salimans et al. 2016), over all of them at once. The mean over ten
-    parts
-      of the images, which is often published, is a little lower.
+      parts of the images, which is often published, is a little lower.
     """
 
     def __init__(self, network: Inception, device: torch.device | str = "cpu") -> None:
@@ -62,9 +61,9 @@ class Distributions:
     def add(self, real: Tensor, generated: Tensor, positions: Sequence[int]) -> None:
         """Add real and generated images (b, 3, h, w) in [0, 1]. Positions in the whole set, each once, make the values
         independent of how the set is spread over processes."""
-        (features, *_), (numbers, *_) = self._features, self._positions
-        self._features.append(torch.cat([self._network(real), self._network(generated)], dim=1).to(features))
-        self._positions.append(torch.as_tensor(positions).to(numbers))
+        features = torch.cat([self._network(real), self._network(generated)], dim=1)
+        self._features.append(features.to(self._features[0]))
+        self._positions.append(torch.as_tensor(positions).to(self._positions[0]))
 
     def result(self, gather: Gather = identity) -> dict[str, float]:
         """Values by name. Collective: the features are gathered once.
@@ -127,12 +126,12 @@ class GenerationQuality:
         self._averages = Averages(*self._names, device=device)
 
     @torch.no_grad()
-    def add(self, real: Tensor, generated: Tensor, positions: Sequence[int], **cosines: Pairs) -> None:
+    def add(self, real: Tensor, generated: Tensor, positions: Sequence[int], **cosines: EmbeddingPair) -> None:
         """Add real images and generated ones (b, c, h, w), clamped to [0, 1], of the same b conditions.
 
         Args:
             positions: Places of the b conditions in the whole set, each once over all processes.
-            cosines: By name two embeddings (b, d) of any length, whose mean cosine is measured.
+            cosines: Two embeddings (b, d) of any norm by name, whose mean cosine is measured.
         """
         real, generated = real.clamp(0, 1), generated.clamp(0, 1)
         if self._distributions:

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from tandem.devices import double, fp64_device
 
-from .averages import AllReduce, Averages, code_statistics, count_codes, identity
+from .averages import AllReduce, Averages, add_codes, code_statistics, identity
 from .fid import ReconstructionFID
 
-_CELLS, _MAX_CHANNELS = 4, 4  # of `Variety`: cells in each direction, and channels
+_CELLS, _MAX_CHANNELS = 4, 4  # of `ReconstructedVariance`: cells in each direction, and most channels
 _ROUNDING_VARIANCE = 1e-12  # images with a smaller variance differ by rounding alone
 
 
@@ -62,7 +62,7 @@ def _gaussian_mean(images: Tensor) -> Tensor:
     return means.reshape(*batch, *means.shape[-2:])
 
 
-class Variety:
+class ReconstructedVariance:
     """How much of the variance of images their reconstructions have; over all processes.
 
     - `variance_kept`: variance of the reconstructions / variance of the images. 0: all reconstructions are equal.
@@ -100,7 +100,8 @@ class Variety:
 
 
 class ReconstructionQuality:
-    """PSNR, SSIM, variety and use of the codes, and LPIPS and rFID if their networks are given; over all processes.
+    """PSNR, SSIM, reconstructed variance and use of the codes, and LPIPS and rFID if their networks are given; over all
+    processes.
 
     Args:
         num_codes: Size of the codebook; 0 without one.
@@ -120,7 +121,7 @@ class ReconstructionQuality:
         self._lpips = lpips
         names = [*losses, "psnr", "ssim", *(["lpips"] if lpips else [])]
         self._averages = Averages(*names, device=device)
-        self._variety = Variety(device)
+        self._variance = ReconstructedVariance(device)
         self._counts = torch.zeros(num_codes, dtype=torch.int64, device=device)
         self._fid = ReconstructionFID(inception, device=device) if inception else None
 
@@ -132,13 +133,13 @@ class ReconstructionQuality:
             self._fid.add(images, reconstructions)
         per_image = {name: loss.expand(len(images)) for name, loss in losses.items()}
         self._averages.add(psnr=psnr(images, reconstructions), ssim=ssim(images, reconstructions), **per_image)
-        self._variety.add(images, reconstructions)
-        count_codes(self._counts, codes)
+        self._variance.add(images, reconstructions)
+        add_codes(self._counts, codes)
 
     def result(self, all_reduce: AllReduce = identity) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
         counts = all_reduce(self._counts.clone()).cpu()
-        values = {**self._averages.result(all_reduce), **self._variety.result(all_reduce), **code_statistics(counts)}
+        values = {**self._averages.result(all_reduce), **self._variance.result(all_reduce), **code_statistics(counts)}
         if self._fid:
             values["rfid"] = self._fid.result(all_reduce)
         return values, counts

@@ -7,8 +7,8 @@ https://dcase.community/challenge2024/task-language-based-audio-retrieval):
 - audio to text: every clip is a query, the distinct captions are the candidates. Recall and median rank use the best
   of a clip's captions, mAP@10 uses all of them.
 
-In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, it is
-a single candidate, and it is a query once for each of them.
+In the protocol all captions differ. Here several clips may share a caption: it is relevant to each of these clips, is
+a single candidate, and is a query once for each of them.
 
 The retrieval metrics of torchmetrics take the scores of all pairs at once and break ties by an unstable sort. Here
 scores are computed in chunks, and ties count against the query.
@@ -41,7 +41,7 @@ _SCORES_AT_A_TIME = 1 << 22  # 32 MiB in float64
 
 
 class Pairs(NamedTuple):
-    """Each query with each of its right candidates: indices, int64 (p,) both, sorted by query, without repetition."""
+    """Each query with each of its relevant candidates: int64 indices (p,), sorted by query, each pair once."""
 
     queries: Tensor
     candidates: Tensor
@@ -85,11 +85,11 @@ class RetrievalQuality:
 
         Names begin with `text_to_audio/` or `audio_to_text/`, each followed by
 
-        - `r1`, `r5`, `r10`: share of queries with a right candidate among the first 1, 5, 10, in [0, 1];
-        - `median_rank` of the best right candidate, from 1, the mean of the middle two for an even number of queries;
+        - `r1`, `r5`, `r10`: share of queries with a relevant candidate among the first 1, 5, 10, in [0, 1];
+        - `median_rank`: median over queries of the rank, from 1, of the best relevant candidate;
         - `map10`: mean over queries of sum_j [r_j <= 10] j / r_j / min(10, n), where r_j is the rank of the j-th best
-          of the n right candidates;
-        - `chance_r1`: the mean of r1 for a random order: mean of n / number of candidates.
+          of the n relevant candidates;
+        - `chance_r1`: the expected r1 of a random order: mean of n / number of candidates.
 
         `r10` alone is the mean of both directions. Ties and NaNs count against the query, so that a model which gives
         everything the same embedding has a recall of 0. All values are NaN if there are no queries.
@@ -145,9 +145,9 @@ class RetrievalQuality:
         """
         batches = zip(self._audio, self._labels, strict=True)
         hits = [zero_shot_hits(audio, labels, class_names, embeddings.to(self._device)) for audio, labels in batches]
-        right, labelled = sum(int(batch_hits.sum()) for batch_hits in hits), sum(len(batch_hits) for batch_hits in hits)
-        totals = processes.sum({"right": right, "labelled": labelled})
-        return {"zero_shot/top1": totals["right"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
+        counts = {"hits": sum(int(batch_hits.sum()) for batch_hits in hits), "labelled": sum(map(len, hits))}
+        totals = processes.sum(counts)
+        return {"zero_shot/top1": totals["hits"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
@@ -175,8 +175,8 @@ def zero_shot_hits(
     rows = [row for row, label in enumerate(labels) if label is not None]
     index = {name: column for column, name in enumerate(class_names)}
     classes = torch.tensor([index[label] for label in labels if label is not None], dtype=torch.int64)
-    right = functional.one_hot(classes, len(class_names)).bool().to(audio.device)
-    return _rank_candidates(_unit_vectors(audio[rows]), _unit_vectors(embeddings), right)[:, 0] == 1
+    relevant = functional.one_hot(classes, len(class_names)).bool().to(audio.device)
+    return _rank_candidates(_unit_vectors(audio[rows]), _unit_vectors(embeddings), relevant)[:, 0] == 1
 
 
 def _unit_vectors(vectors: Tensor) -> Tensor:
@@ -203,28 +203,29 @@ def _rank_all(
         stop = min(first + chunk, end)
         bounds = torch.searchsorted(pairs.queries, torch.tensor([first, stop], device=queries.device)).tolist()
         own_pairs = slice(*bounds)
-        right = torch.zeros(stop - first, len(candidates), dtype=torch.bool, device=queries.device)
-        right[pairs.queries[own_pairs] - first, pairs.candidates[own_pairs]] = True
-        results.append(_rank_candidates(queries[first:stop], candidates, right))
+        relevant = torch.zeros(stop - first, len(candidates), dtype=torch.bool, device=queries.device)
+        relevant[pairs.queries[own_pairs] - first, pairs.candidates[own_pairs]] = True
+        results.append(_rank_candidates(queries[first:stop], candidates, relevant))
     return processes.gather(torch.cat(results)).cpu()
 
 
-def _rank_candidates(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
-    """Rank of the best right candidate, average precision at 10, and chance of recall at 1: queries (q, d), candidates
-    (c, d), right (q, c) -> float64 (q, 3), without meaning for a query that has no right candidate."""
+def _rank_candidates(queries: Tensor, candidates: Tensor, relevant: Tensor) -> Tensor:
+    """Rank of the best relevant candidate, average precision at 10, and chance of recall at 1: queries (q, d),
+    candidates (c, d), relevant (q, c) bool -> float64 (q, 3), without meaning for a query that has no relevant
+    candidate."""
     scores = queries @ candidates.T
-    # NaNs count against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
-    right_scores = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
-    wrong_scores = scores.nan_to_num_(nan=math.inf).masked_fill_(right, -math.inf)
+    # NaNs count against the query: a NaN is the worst score of a relevant candidate and the best of another one.
+    relevant_scores = scores.nan_to_num(nan=-math.inf).masked_fill_(~relevant, -math.inf)
+    other_scores = scores.nan_to_num_(nan=math.inf).masked_fill_(relevant, -math.inf)
     top = min(TOP, len(candidates))
-    best_right, best_wrong = right_scores.topk(top).values - _TIE, wrong_scores.topk(top).values
-    ranks = 1 + ((wrong_scores >= best_right[:, :1]) & ~right).sum(1)
+    best_relevant, best_others = relevant_scores.topk(top).values - _TIE, other_scores.topk(top).values
+    ranks = 1 + ((other_scores >= best_relevant[:, :1]) & ~relevant).sum(1)
 
-    count = right.sum(1, keepdim=True)
-    order = torch.arange(1, top + 1, device=scores.device)  # of each right candidate among the right ones
-    # At most 10 wrong candidates are counted: more make no difference.
-    wrong_ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)
-    precision = torch.where((order <= count) & (order + wrong_ahead <= TOP), order / (order + wrong_ahead).double(), 0)
+    count = relevant.sum(1, keepdim=True)
+    order = torch.arange(1, top + 1, device=scores.device)  # of each relevant candidate among the relevant ones
+    # The rank among all. At most 10 other candidates are counted: more make no difference.
+    rank = order + (best_others[:, None] >= best_relevant[..., None]).sum(2)
+    precision = torch.where((order <= count) & (rank <= TOP), order / rank.double(), 0)
     average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
     return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)
 

@@ -17,7 +17,7 @@ class UnetErrors:
     to q3.
 
     Args:
-        edges: Number of a Unet -> int64 levels (3,), the first of q1, q2 and q3.
+        edges: Number of a Unet -> int64 levels (3,), at which q1, q2 and q3 begin (`DiffusionDraws.quarters`).
         device: Of the errors; their sums are on its `fp64_device`.
     """
 

@@ -23,8 +23,9 @@ _FOLDER_LOCK = ".dry_run"  # only in the folder of a dry run
 
 
 def folder_beside(output_dir: str, processes: ProcessGroup) -> str:
-    """Create a temporary folder beside a run folder. The root deletes it when its process ends, at the latest, with the
-    parents that it created. It also deletes such folders of dry runs that were killed on its machine.
+    """Create a temporary folder beside a run folder, and return its path. The root deletes it, and the parents that it
+    created, at the latest when its process ends. It also deletes folders that dry runs left when they were killed on
+    its machine.
 
     Raises:
         UserMistake: one line, if it cannot be made.

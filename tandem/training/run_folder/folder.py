@@ -51,7 +51,7 @@ class RunFolder:
         self.model_dir = self.path / "model"
         self._lock_file = self.path / ".lock"
         self._processes, self._torchruns = processes, processes.torchrun_ids()
-        #: New path of the run that `fresh` has moved, or None.
+        #: New path of the run that `fresh` has renamed; None if it has renamed none.
         self.moved_to: str | None
         #: The number of updates of the model in model/; None if model/ is not complete.
         self.finished_step: int | None

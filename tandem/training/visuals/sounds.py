@@ -27,47 +27,50 @@ class Match(NamedTuple):
 
     caption: str
     score: float  # cosine
-    is_right: bool
+    is_relevant: bool  # whether it is a caption of the clip
     rank: int  # from 1, among all captions
 
 
 def best_matches(
-    audio: Tensor, text: Tensor, captions: Sequence[str], right: Sequence[Sequence[str]], count: int = 3
+    audio: Tensor, text: Tensor, captions: Sequence[str], relevant: Sequence[Sequence[str]], count: int = 3
 ) -> list[list[Match]]:
-    """The nearest captions of each clip; if no right one is among them, the best right one follows them.
+    """The `count` nearest captions of each clip, nearest first. If none of them is one of the clip's own captions, the
+    nearest of its own follows them.
 
     Args:
         audio: Unit vectors of clips (n, d).
         text: Unit vectors of captions (m, d).
         captions: Texts of the captions (m). Of several equal texts only the first is a candidate.
+        relevant: The captions of each clip (n).
     """
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
     scores = (double(audio.detach()) @ double(text[rows].detach()).T).cpu()
     lists = []
-    for right_captions, clip_scores in zip(right, scores, strict=True):
+    for own_captions, clip_scores in zip(relevant, scores, strict=True):
         matches = [
-            Match(captions[rows[index]], float(clip_scores[index]), captions[rows[index]] in right_captions, rank)
+            Match(captions[rows[index]], float(clip_scores[index]), captions[rows[index]] in own_captions, rank)
             for rank, index in enumerate(clip_scores.argsort(descending=True, stable=True).tolist(), start=1)
         ]
-        right_matches = [match for match in matches[count:] if match.is_right]
-        has_right = any(match.is_right for match in matches[:count])
-        lists.append(matches[:count] + ([] if has_right else right_matches[:1]))
+        has_relevant = any(match.is_relevant for match in matches[:count])
+        farther = [] if has_relevant else [match for match in matches[count:] if match.is_relevant]
+        lists.append(matches[:count] + farther[:1])
     return lists
 
 
 def sounds_picture(spectrograms: Tensor, matches: Sequence[Sequence[Match]], cosines: Tensor) -> Image.Image:
-    """A row for each clip, its spectrogram beside the captions that are nearest to it, right ones marked by *; and the
+    """A row for each clip, its spectrogram beside the captions that are nearest to it, its own marked by *; and the
     cosines of all clips and captions.
 
     Args:
         spectrograms: (n, mels, frames), n at least 1.
-        matches: Of each clip.
+        matches: Those of each clip (`best_matches`).
         cosines: See `cosine_colours`.
     """
     rows = {}
     for number, (spectrogram, clip_matches) in enumerate(zip(spectrograms, matches, strict=True), start=1):
         lines = (
-            f"{'*' if m.is_right else ' '} {m.rank}. {m.score:.2f} {shorten_caption(m.caption)}" for m in clip_matches
+            f"{'*' if match.is_relevant else ' '} {match.rank}. {match.score:.2f} {shorten_caption(match.caption)}"
+            for match in clip_matches
         )
         rows["\n".join([f"clip {number}", *lines])] = spectrogram_colours(spectrogram)[None]
     colours, limit = cosine_colours(cosines)

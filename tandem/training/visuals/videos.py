@@ -35,8 +35,8 @@ def film(originals: Tensor, reconstructions: Mapping[str, Tensor], *, fps: float
 
 
 def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Image.Image:
-    """Labelled rows of frames of up to 3 clips: the original, each reconstruction, and 4 times the absolute error of
-    the last of them. Up to 9 frames, evenly spread from the first to the last; small ones are enlarged.
+    """Labelled rows of frames for each clip: the original, each reconstruction, and 4 times the absolute error of the
+    last reconstruction. Up to 9 frames, evenly spread from the first to the last; small ones are enlarged.
 
     Args:
         originals: (n, c, f, h, w) in [0, 1], with 1 or 3 channels.
@@ -55,7 +55,7 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
 
 
 def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np.ndarray:
-    """The frames of a film, uint8 (f, h', w', 3): a row for each of up to 3 clips, with the original on the left and
+    """The frames of a film, uint8 (f, h', w', 3): a row for each clip, with the original on the left and
     the reconstructions beside it; small frames are enlarged. Arguments as for `film_strips`."""
     rows = []
     for clip in range(len(originals)):
@@ -67,20 +67,20 @@ def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np
 
 
 def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:
-    """The content of a GIF file that repeats for ever, of frames (h, w, 3), uint8, which are all in memory. A GIF
-    counts hundredths of a second and has 256 colours a frame; equal frames in succession become one."""
+    """The content of a GIF file that repeats for ever, of frames (h, w, 3), uint8, which are all in memory. Durations
+    are whole hundredths of a second; a frame has 256 colours; equal frames in succession become one."""
     first, *others = (Image.fromarray(frame) for frame in frames)
     content = io.BytesIO()
-    stamps = [round(100 * number / fps) for number in range(len(others) + 2)]
-    # In ms. Viewers slow down what is shorter than 20, and GIF holds no more than 16 bits of hundredths.
-    durations = [10 * min(max(2, end - begin), 65535) for begin, end in itertools.pairwise(stamps)]
+    times = [round(100 * number / fps) for number in range(len(others) + 2)]  # in hundredths of a second
+    # In ms. Viewers slow down frames of less than 20 ms, and GIF has 16 bits for the hundredths.
+    durations = [10 * min(max(2, end - begin), 65535) for begin, end in itertools.pairwise(times)]
     first.save(content, "gif", save_all=True, append_images=others, duration=durations, loop=0)
     return content.getvalue()
 
 
 def to_mp4(frames: np.ndarray, fps: float) -> bytes:
-    """The content of an MP4 file with H.264 of almost no loss, of frames (f, h, w, 3), uint8, at a whole number of
-    frames per second."""
+    """The content of an MP4 file with almost lossless H.264, of frames (f, h, w, 3), uint8; `fps` is rounded to a whole
+    number of frames per second."""
     content = io.BytesIO()
     write_mp4(content, frames, max(1, round(min(fps, _MAX_FPS))))
     return content.getvalue()
@@ -120,7 +120,7 @@ def write_mp4(
         samples_per_second, sound_frames = sound or (0, ())
         track: Any = container.add_stream("aac", rate=samples_per_second) if sound else None
         timed_frames = ((time, audio) for time, audio in sound_frames if time >= 0)
-        end: tuple[float, Any] = (math.inf, None)
+        end: tuple[float, Any] = (math.inf, None)  # after the last audio frame
         time, audio = next(timed_frames, end)
         for number, frame in enumerate(frames):
             if number == 0:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tandem.training.metrics.averages import Averages, code_statistics, counts_of_codes
+from tandem.training.metrics.averages import Averages, code_statistics, count_codes
 from tests.processes import on_processes
 
 
@@ -49,7 +49,7 @@ def test_use_of_codes_pools_over_batches_and_processes():
     codes = torch.randint(0, 7, (3, 4, 5), generator=torch.Generator().manual_seed(0))
     counts = torch.tensor([(codes == code).sum().item() for code in range(8)])
     shares = [codes[:2], codes[2:]]
-    for found in on_processes(2, lambda here: counts_of_codes(shares[here.rank], 8, here.sum)):
+    for found in on_processes(2, lambda here: count_codes(shares[here.rank], 8, here.sum)):
         assert torch.equal(found, counts)
 
 

@@ -16,7 +16,7 @@ def said(alarm: CollapseAlarm, losses: list[float], value: float, first_step: in
 def test_loss_stuck_at_6_236_is_told():
     # musiclm-pytorch, issue 68: 512 pairs, ln 511
     (warning,) = said(CollapseAlarm(after_steps=1000), [6.236] * 20, math.log(511))
-    assert "6.236" in warning and "nothing is learned" in warning and "--lr" in warning
+    assert "6.236" in warning and "nothing is learned" in warning and "--learning_rate" in warning
     assert "\n" not in warning
 
 

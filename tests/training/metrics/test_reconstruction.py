@@ -6,7 +6,7 @@ import pytest
 import torch
 from skimage.metrics import structural_similarity
 
-from tandem.training.metrics.reconstruction import Variety, psnr, ssim
+from tandem.training.metrics.reconstruction import ReconstructedVariance, psnr, ssim
 from tests.processes import on_processes
 
 
@@ -59,8 +59,8 @@ def coarse_images(channels: int = 3) -> torch.Tensor:
     return parts.repeat_interleave(2, 2).repeat_interleave(3, 3)
 
 
-def variety(*pairs: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
-    measured = Variety()
+def variances(*pairs: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    measured = ReconstructedVariance()
     for images, reconstructions in pairs:
         measured.add(images, reconstructions)
     return measured.result()
@@ -71,7 +71,7 @@ def variety(*pairs: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
 def test_reconstructions_between_the_mean_image_and_the_image_keep_a_share_of_the_variance(share, channels):
     images = coarse_images(channels=channels)
     mean = images.mean(0, keepdim=True)
-    found = variety((images, mean + share * (images - mean)))
+    found = variances((images, mean + share * (images - mean)))
     assert found["variance_kept"] == pytest.approx(share**2, abs=1e-6)
     assert found["explained_variance"] == pytest.approx(1 - (1 - share) ** 2, abs=1e-6)
 
@@ -79,24 +79,24 @@ def test_reconstructions_between_the_mean_image_and_the_image_keep_a_share_of_th
 def test_one_reconstruction_of_all_images_keeps_nothing_whatever_it_shows():
     images = coarse_images()
     for pattern in (images[:1], pictures(3, 1, 3, 8, 12), torch.zeros(1, 3, 8, 12)):
-        found = variety((images, pattern.expand_as(images)))
+        found = variances((images, pattern.expand_as(images)))
         assert found["variance_kept"] == pytest.approx(0, abs=1e-9)
         assert found["explained_variance"] < -0.01
 
 
-def test_noise_that_is_finer_than_a_part_costs_no_variety():
+def test_noise_that_is_finer_than_a_part_costs_no_variance():
     images = coarse_images()
     chequered = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(4, 6) * 0.2
-    assert variety((images, images + chequered)) == pytest.approx({"variance_kept": 1, "explained_variance": 1})
+    assert variances((images, images + chequered)) == pytest.approx({"variance_kept": 1, "explained_variance": 1})
 
 
-def test_variety_pools_exactly_over_batches_and_processes_even_one_without_images():
+def test_reconstructed_variance_pools_exactly_over_batches_and_processes_even_one_without_images():
     images, others = coarse_images(), coarse_images().flip(2) * 0.9
-    whole = variety((images, others))
-    assert variety((images[:1], others[:1]), (images[1:], others[1:])) == pytest.approx(whole)
+    whole = variances((images, others))
+    assert variances((images[:1], others[:1]), (images[1:], others[1:])) == pytest.approx(whole)
 
     def work(here):
-        measured = Variety()
+        measured = ReconstructedVariance()
         if here.is_root:
             measured.add(images, others)
         return measured.result(here.sum)
@@ -104,6 +104,6 @@ def test_variety_pools_exactly_over_batches_and_processes_even_one_without_image
     assert on_processes(2, work) == [pytest.approx(whole)] * 2
 
 
-def test_equal_images_have_no_variety_to_keep():
+def test_equal_images_have_no_variance_to_keep():
     images = pictures(0, 1, 3, 8, 8).expand(4, 3, 8, 8)
-    assert all(math.isnan(value) for value in variety((images, pictures(1, 4, 3, 8, 8))).values())
+    assert all(math.isnan(value) for value in variances((images, pictures(1, 4, 3, 8, 8))).values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.training.metrics.reconstruction import Variety, psnr, ssim
+from tandem.training.metrics.reconstruction import ReconstructedVariance, psnr, ssim
 from tandem.training.metrics.videos import VideoQuality, dpsnr, flicker
 from tests.processes import on_processes
 
@@ -65,7 +65,7 @@ def test_values_of_frames_are_means_over_frames_and_first_frames_are_apart() -> 
     assert values["dpsnr"] == pytest.approx(dpsnr(x, y).mean().item(), rel=1e-6)
     assert values["flicker"] == pytest.approx(flicker(x, y).mean().item(), rel=1e-6)
     assert values["recon_loss"] == pytest.approx((x - y).abs().mean().item(), rel=1e-6)
-    kept = Variety()
+    kept = ReconstructedVariance()
     kept.add(*(videos.transpose(1, 2).flatten(0, 1) for videos in (x, y)))
     assert {name: values[name] for name in kept.result()} == pytest.approx(kept.result())
     assert values["codes_used"] == 2 and counts.tolist() == [1, 1] + [0] * 14

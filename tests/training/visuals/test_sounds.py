@@ -59,9 +59,9 @@ def test_best_matches_are_ranked_and_the_right_one_is_shown_however_far_behind()
     text = torch.stack([angles.cos(), angles.sin()], 1)
     texts = ["c", "a", "b", "a", "d"]
     first, second = best_matches(audio, text, texts, [["d", "c"], ["d", "a"]], count=2)
-    assert [(m.caption, m.is_right, m.rank) for m in first] == [("a", False, 1), ("b", False, 2), ("c", True, 3)]
+    assert [(m.caption, m.is_relevant, m.rank) for m in first] == [("a", False, 1), ("b", False, 2), ("c", True, 3)]
     assert first[0].score == pytest.approx(math.cos(0.1))
-    assert [(m.caption, m.is_right, m.rank) for m in second] == [("d", True, 1), ("c", False, 2)]
+    assert [(m.caption, m.is_relevant, m.rank) for m in second] == [("d", True, 1), ("c", False, 2)]
     assert [len(matches) for matches in best_matches(audio, text, texts, [[], ["not there"]], count=9)] == [4, 4]
 
 
