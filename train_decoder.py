@@ -216,8 +216,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
             )
         )
 
-    # The variational bound is a sum over all levels: `timesteps` times the mean over sampled ones (Nichol and Dhariwal
-    # 2021).
+    # The bound is a sum over all levels: `timesteps` times the mean over sampled ones (Nichol and Dhariwal 2021).
     vb_weight = config.vb_loss_weight * config.timesteps
     with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
@@ -232,7 +231,6 @@ def train(config: Config, backend: distributed.Backend) -> None:
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
             last_updates[number] = update = engine.step(with_norm=run.is_line_due)
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
-        # Under the names of the other scripts: the rate of the first trained Unet, and the norm of all gradients.
         run.log(lr=engines[min(engines)].lr, grad_norm=sum(last.grad_norm**2 for last in last_updates.values()) ** 0.5)
         ema.update(*(last_updates[number].skipped for number in engines))
 
