@@ -124,7 +124,8 @@ class AudioTransformer(nn.Module):
         return spectrograms[:, : rows * self.patch_size, : columns * self.patch_size]
 
     def forward(self, spectrograms: Tensor, noise: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Spectrograms (b, bands, frames) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
+        """Spectrograms (b, bands, frames) -> features (b, 1 + hierarchical_layers, dim); [:, 0] are those of the final
+        output.
 
         Args:
             noise: Uniform (b, patches): each sample keeps the patches with the smallest noise. None keeps all.

@@ -40,8 +40,8 @@ class MulanOutput(NamedTuple):
 
 
 class _ClampedExp(torch.autograd.Function):
-    """exp(min(logit_scale, ln 100)). The gradient is 0 only where gradient descent would raise a logit_scale that is
-    above ln 100."""
+    """exp(min(logit_scale, ln 100)). The gradient is that of exp at the clamped value; it is 0 only where gradient
+    descent would raise a logit_scale that is already above ln 100."""
 
     @staticmethod
     def forward(ctx: Any, logit_scale: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class MuLaN(Pretrained):
         if not config.audio_tower and self.frontend.bands < config.patch_size:
             problem = f"patch_size {config.patch_size} is larger than"
             raise ValueError(f"{problem} the {self.frontend.bands} bands of a spectrogram")
-        self._check_clip()
+        self.clip_elements = self._count_clip_elements()
         self._check_caption()
         tower_options = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
         self.audio: AudioTransformer | PretrainedAudioTower
@@ -126,9 +126,9 @@ class MuLaN(Pretrained):
         self.logit_scale = nn.Parameter(torch.full((outputs,), float(config.init_logit_scale)))
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
 
-    def _check_clip(self) -> None:
-        """Set `clip_elements`, the number of tensor elements that a clip of clip_seconds takes at once: its samples,
-        its spectrum and its attention weights. Raise a ValueError if there are too many."""
+    def _count_clip_elements(self) -> int:
+        """The number of tensor elements that a clip of clip_seconds takes at once: its samples, its spectrum and its
+        attention weights. Raises ValueError if there are too many."""
         config, frames = self.config, self.frontend.num_frames(self.clip_samples)
         tower = config["audio_tower"]
         if tower and frames > tower["max_length"]:
@@ -136,14 +136,15 @@ class MuLaN(Pretrained):
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {limit}; use shorter clips")
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
         num_weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
-        self.clip_elements = self.clip_samples + frames * (config["n_fft"] + 2) + num_weights
+        num_elements = self.clip_samples + frames * (config["n_fft"] + 2) + num_weights
         dropout_elements = (_DROPOUT_ELEMENTS - 1) * num_weights if config["attn_dropout"] and not tower else 0
-        if self.clip_elements + dropout_elements >= _MAX_ELEMENTS:
+        if num_elements + dropout_elements >= _MAX_ELEMENTS:
             problem = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
             raise ValueError(
                 f"{problem} takes more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB, because attention compares each patch "
                 "with each: use shorter clips, a longer hop_length or a larger patch_size"
             )
+        return num_elements
 
     def _check_caption(self) -> None:
         """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""

@@ -34,7 +34,7 @@ class TextTransformer(nn.Module):
             nn.init.normal_(weight, std=_INIT_STD)
 
     def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
+        """Tokens int64 (b, t) -> features (b, 1 + hierarchical_layers, dim); [:, 0] are those of the final output.
 
         Args:
             lengths: int64 (b,), number of tokens of each caption. Tokens beyond it are ignored.
@@ -51,8 +51,8 @@ class TextTransformer(nn.Module):
             is_token = is_token & (tokens != self.pad)
         x = self.tokens(tokens) + self.positions(positions)
         x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
-        hidden = torch.zeros(is_token.shape, dtype=x.dtype, device=x.device).masked_fill(~is_token, float("-inf"))
-        bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
+        bias = torch.zeros(is_token.shape, dtype=x.dtype, device=x.device).masked_fill(~is_token, float("-inf"))
+        bias = nn.functional.pad(bias, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
         outputs = self.transformer(x, bias, keys)
         pairs = zip(self.layers, self.norms, strict=True)
         return torch.stack([norm(outputs[layer][:, 0]) for layer, norm in pairs], dim=1)

@@ -25,7 +25,7 @@ from tandem.models.layers.convolutional import (
     group_norm,
     leaky_relu,
 )
-from tandem.models.layers.recompute import recomputed
+from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.gaussian import compute_scale
 
@@ -235,7 +235,7 @@ class VQGAN(Autoencoder):
     def _apply_layers(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
         for layer in layers:
             is_convolution = isinstance(layer, nn.Conv2d)  # has no activations but its input
-            x = recomputed(layer, x, when=self.recompute and self.training and not is_convolution)
+            x = recompute_in_backward(layer, x, when=self.recompute and self.training and not is_convolution)
         return x
 
 
