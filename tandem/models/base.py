@@ -21,7 +21,7 @@ from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
 from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
 from tandem.io.renamed import rename_settings, rename_weights
-from tandem.io.weights import check_weights_file, on_cpu, replacing
+from tandem.io.weights import check_weights_file, on_cpu, replacing_model_file
 
 from .building import build_on_meta, build_with_weights, check_arguments
 
@@ -65,9 +65,9 @@ class Pretrained(nn.Module):
         """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / _WEIGHTS) as path:
+        with replacing_model_file(folder / _WEIGHTS) as path:
             save_file(on_cpu(self.state_dict()), path)
-        with replacing(folder / CONFIG_FILE) as path:
+        with replacing_model_file(folder / CONFIG_FILE) as path:
             extra = {name: getattr(self, name) for name in _EXTRAS if name not in self.config and hasattr(self, name)}
             path.write_text(json.dumps({"model": type(self).__name__, **extra, **self.saved_config()}, indent=2) + "\n")
 

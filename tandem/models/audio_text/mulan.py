@@ -91,7 +91,7 @@ class MuLaN(Pretrained):
 
     Config = MuLaNConfig
     not_in_the_weights = MuLaNConfig.not_in_the_weights()
-    cut_before = ("text",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("text",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: MuLaNConfig) -> None:
         config.check()
@@ -151,8 +151,9 @@ class MuLaN(Pretrained):
         config = self.config
         num_weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
         if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * num_weights >= _MAX_ELEMENTS:
-            problem = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
-            raise ValueError(f"{problem} {4 * _MAX_ELEMENTS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
+            caption = f"a caption of max_text_tokens {config['max_text_tokens']}"
+            size = f"more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB"
+            raise ValueError(f"{caption} takes {size} with attn_dropout: use fewer tokens, or attn_dropout 0")
 
     @property
     def has_dropout(self) -> bool:

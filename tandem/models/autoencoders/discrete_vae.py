@@ -56,7 +56,7 @@ class DiscreteVAE(Pretrained):
     _mean: Tensor
     _std: Tensor
 
-    cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("decoder",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: DiscreteVAEConfig) -> None:
         super().__init__(config)

@@ -65,7 +65,7 @@ class VideoTokenizer(Autoencoder):
     Config = VideoTokenizerConfig
     not_in_the_weights = VideoTokenizerConfig.not_in_the_weights()
     channels = 3  # RGB
-    cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("decoder",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__(config)

@@ -63,7 +63,7 @@ class VQGAN(Autoencoder):
 
     Config = VQGANConfig
     not_in_the_weights = VQGANConfig.not_in_the_weights()
-    cut_before = ("quantizer",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("quantizer",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(config)

@@ -92,7 +92,7 @@ def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
         )
 
 
-class Losses(NamedTuple):
+class DiffusionLossOutput(NamedTuple):
     """Losses of each picture, (b,) each."""
 
     weighted: Tensor  # the weighted squared error, which is trained on
@@ -128,7 +128,7 @@ class DiffusionLoss:
     def __call__(
         self, network: Callable[..., Tensor], x0: Tensor, conditions: Mapping[str, Tensor], *, times: Tensor,
         noise: Tensor, lowres_time: Tensor | None = None, lowres_noise: Tensor | None = None, **keep_masks: Tensor,
-    ) -> Losses:  # fmt: skip
+    ) -> DiffusionLossOutput:  # fmt: skip
         """Losses of pictures x0 (b, c, h, w) in [-1, 1].
 
         Args:
@@ -157,4 +157,4 @@ class DiffusionLoss:
         if self._variance is not None:
             x_start = predict_x_start(self.objective, prediction, x, alpha, sigma)
             bits = self._variance.bits(x0.to(x), x_start, variance_fraction(output[:, channels:]), times)
-        return Losses(error * self._weights[times].to(error.dtype), error, bits)
+        return DiffusionLossOutput(error * self._weights[times].to(error.dtype), error, bits)

@@ -34,13 +34,13 @@ class LookupFreeQuantizer(Quantizer):
 
     def __init__(self, config: QuantizerConfig) -> None:
         bits = exact_log2(config.codebook_size)
-        size = self._channel_size(bits)
-        entropy = SignEntropy(bits, 4 * config.inv_temperature * size, config.diversity_gamma)
+        magnitude = self._channel_magnitude(bits)
+        entropy = SignEntropy(bits, 4 * config.inv_temperature * magnitude, config.diversity_gamma)
         super().__init__(config.codebook_size, bits, entropy.mean)
-        self._size, self._entropy = size, entropy
+        self._magnitude, self._entropy = magnitude, entropy
 
     @staticmethod
-    def _channel_size(bits: int) -> float:
+    def _channel_magnitude(bits: int) -> float:
         """Absolute value of each channel of an entry."""
         return 1.0
 
@@ -58,7 +58,7 @@ class LookupFreeQuantizer(Quantizer):
         return sign_codes(vectors)
 
     def _look_up(self, codes: Tensor) -> Tensor:
-        return code_signs(codes, self.dim) * self._size
+        return code_signs(codes, self.dim) * self._magnitude
 
 
 class BinarySphericalQuantizer(LookupFreeQuantizer):
@@ -71,7 +71,7 @@ class BinarySphericalQuantizer(LookupFreeQuantizer):
     """
 
     @staticmethod
-    def _channel_size(bits: int) -> float:
+    def _channel_magnitude(bits: int) -> float:
         return 1 / math.sqrt(bits)
 
     def _project(self, vectors: Tensor) -> Tensor:
