@@ -94,7 +94,7 @@ class Pretrained(nn.Module):
         config = read_config(folder)
         if (class_name := config.pop("model")) != cls.__name__:
             raise ValueError(f"{folder} holds a {class_name}, not a {cls.__name__}")
-        return cls.with_weights(folder, config, read_weights(folder))
+        return cls.from_weights(folder, config, read_weights(folder))
 
     def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
         """Copy the weights of a ``save_pretrained`` folder, or of another model of this class, which errors call
@@ -117,7 +117,7 @@ class Pretrained(nn.Module):
         return {name: value for name, value in self.config.items() if name not in ignored}
 
     @classmethod
-    def with_weights(
+    def from_weights(
         cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], is_lazy: bool = False
     ) -> Self:
         """The model of untrusted constructor arguments and weights, in eval mode.
@@ -165,7 +165,7 @@ def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source:
     """The model of a `Pretrained.description`, with these weights; ``is_lazy`` as in `build_with_weights`. Raises
     ValueError, in one line that names ``source``, if they do not fit."""
     arguments = {name: value for name, value in description.items() if name != "model"}
-    return get_model_class(description["model"], source).with_weights(source, arguments, weights, is_lazy)
+    return get_model_class(description["model"], source).from_weights(source, arguments, weights, is_lazy)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

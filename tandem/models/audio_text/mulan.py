@@ -157,7 +157,7 @@ class MuLaN(Pretrained):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training needs the `keys` of `forward`."""
+        """Whether training needs the `dropout_keys` of `forward`."""
         config = self.config
         has_own_tower = not (config["audio_tower"] and config["text_tower"])
         return has_own_tower and max(config["attn_dropout"], config["ff_dropout"]) > 0
@@ -175,7 +175,7 @@ class MuLaN(Pretrained):
 
     def forward(
         self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None,
-        keys: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> MulanOutput:  # fmt: skip
         """Clips and their captions to unit vectors.
 
@@ -185,16 +185,19 @@ class MuLaN(Pretrained):
             lengths: int64 (b,), tokens of each caption.
             noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for no masks and no patch
                 dropout.
-            keys: int64 (b, 2) in [0, 2^32), one key for the dropout of each pair; None for no dropout of attention and
+            dropout_keys: int64 (b, 2) in [0, 2^32), one key for each pair; None for no dropout of attention and
                 feed-forwards.
 
         Raises:
             ValueError: a shape that does not match these.
         """
-        if keys is not None and keys.shape != (len(waveforms), 2):
-            raise ValueError(f"keys of shape {tuple(keys.shape)}: {len(waveforms)} pairs take ({len(waveforms)}, 2)")
-        audio_keys, text_keys = (None, None) if keys is None else (derive_keys(keys, 0), derive_keys(keys, 1))
-        audio = self._audio_latents(waveforms, noise, audio_keys)
+        audio_keys = text_keys = None
+        if dropout_keys is not None:
+            if dropout_keys.shape != (count := len(waveforms), 2):
+                shape = tuple(dropout_keys.shape)
+                raise ValueError(f"dropout_keys of shape {shape}: {count} pairs take ({count}, 2)")
+            audio_keys, text_keys = derive_keys(dropout_keys, 0), derive_keys(dropout_keys, 1)
+        audio = self._encode_audio(waveforms, noise, audio_keys)
         text = self.text_latents(self.text(tokens, lengths, text_keys))
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
@@ -202,7 +205,7 @@ class MuLaN(Pretrained):
 
     def encode_audio(self, waveforms: Tensor) -> Tensor:
         """Waveforms (b, n) in [-1, 1] at sample_rate, of any length -> unit vectors (b, dim_latent)."""
-        return self._audio_latents(waveforms, None)[:, 0]
+        return self._encode_audio(waveforms, None)[:, 0]
 
     def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Tokens int64 (b, t), of which the first ``lengths`` (b,) of a row count -> unit vectors (b, dim_latent)."""
@@ -213,7 +216,7 @@ class MuLaN(Pretrained):
         or powers, at least 0."""
         return self.frontend(waveforms)
 
-    def _audio_latents(self, waveforms: Tensor, noise: Tensor | None, keys: Tensor | None = None) -> Tensor:
+    def _encode_audio(self, waveforms: Tensor, noise: Tensor | None, dropout_keys: Tensor | None = None) -> Tensor:
         spectrograms = self.audio.crop(self.frontend(waveforms))
         if noise is not None:
             expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
@@ -223,7 +226,7 @@ class MuLaN(Pretrained):
                 raise ValueError(f"noise of shape {tuple(noise.shape)}: {problem}; {hint}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
             spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
-        return self.audio_latents(self.audio(spectrograms, noise, keys))
+        return self.audio_latents(self.audio(spectrograms, noise, dropout_keys))
 
     def _noise_size(self, samples: int) -> int:
         rows, columns = self.audio.grid(self.frontend.bands, self.frontend.num_frames(samples))

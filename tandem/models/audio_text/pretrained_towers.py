@@ -121,8 +121,8 @@ class PretrainedTextTower(_Tower):
         self.is_clip, self.vocab_size = config["model_type"] == "clip_text_model", config["vocab_size"]
         self.max_tokens, self.first_position = max_tokens(config), first_position(config)
 
-    def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
-        """As that of `TextTransformer`; the keys are not used."""
+    def forward(self, tokens: Tensor, lengths: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """As that of `TextTransformer`; the dropout_keys are not used."""
         tokens, is_token = mask_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         row_indices = torch.arange(len(tokens), device=tokens.device)
@@ -161,9 +161,9 @@ class PretrainedAudioTower(_Tower):
         """The part of spectrograms (b, bands, frames) that the tower takes: up to config["max_length"] frames."""
         return spectrograms[..., : self.frames]
 
-    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
         """Spectrograms (b, bands, frames) of `Fbank` -> (b, 1 + num_lower, dim), [:, 0] that of the final output.
-        Noise and keys are not used."""
+        Noise and dropout_keys are not used."""
         x = self.crop(spectrograms)
         x = F.pad(x, (0, self.frames - x.shape[-1]), value=self.silence).mT
         x = x.to(self.encoder.embeddings.position_embeddings.dtype)

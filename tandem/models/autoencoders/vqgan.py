@@ -202,10 +202,10 @@ class VQGAN(Autoencoder):
         last.weight /= 2
 
     @classmethod
-    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], *arguments: Any, **options: Any) -> Self:
+    def from_weights(cls: type[Self], source: Path, config: Mapping[str, Any], *arguments: Any, **options: Any) -> Self:
         # A folder without this argument holds a model whose input is not normalized.
         config = {"normalize_input": False, **without_measured_scale(config)}
-        return super().with_weights(source, config, *arguments, **options)
+        return super().from_weights(source, config, *arguments, **options)
 
     def latent_shape(self, side: int) -> tuple[int, int, int]:
         """[d, h', w'] of the continuous latents of images of this side."""

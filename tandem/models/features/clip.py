@@ -24,7 +24,7 @@ from tandem.io.published import read_state_dict
 from tandem.io.reading import READ_ERRORS, one_line, read_json
 from tandem.models.building import build_with_weights, check_arguments
 
-# Of the colours of OpenAI's training images, in [0, 1]; an open_clip_config.json may state others.
+# Of the colours, in [0, 1], of the images that OpenAI trained on; an open_clip_config.json may state others.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 

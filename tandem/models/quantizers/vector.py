@@ -114,11 +114,11 @@ class VectorQuantizer(Quantizer):
 
     def _draw_candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
         """A random vector of the whole batch for each entry, (K, d) fp64; zeros where another process holds it."""
-        count = len(vectors)
-        indices = random_indices(self.num_codes, count * self.world_size, seed, step, device=vectors.device)
-        indices = indices - self.rank * count  # of this process's vectors
-        is_local = (indices >= 0) & (indices < count)
-        return torch.where(is_local[:, None], vectors[indices.clamp(0, count - 1)].to(sum_dtype(vectors.device)), 0.0)
+        indices = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
+        local_indices = indices - self.rank * len(vectors)
+        is_local = (local_indices >= 0) & (local_indices < len(vectors))
+        candidates = vectors[local_indices.clamp(0, len(vectors) - 1)].to(sum_dtype(vectors.device))
+        return torch.where(is_local[:, None], candidates, 0.0)
 
     def _accumulate_stats(self, vectors: Tensor) -> None:
         self._first_vectors.append(vectors)
