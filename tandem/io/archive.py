@@ -190,9 +190,9 @@ def _has_one_table_of_contents(path: Path, start: int) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, end_of_file - _ENDS.size))
         tail = file.read().rjust(_ENDS.size)
-    zip64, zip64_start, locator, zip64_position, end, end_start, comment = _ENDS.unpack(tail)
-    if end != b"PK\5\6" or comment:  # a comment could hold another end
+    zip64_magic, zip64_start, locator_magic, zip64_position, end_magic, end_start, comment_length = _ENDS.unpack(tail)
+    if end_magic != b"PK\5\6" or comment_length:  # a comment could hold another end record
         return False
-    if locator != b"PK\6\7":
+    if locator_magic != b"PK\6\7":  # no zip64
         return bool(start == end_start)
-    return bool(zip64 == b"PK\6\6" and zip64_position == end_of_file - _ENDS.size and start == zip64_start)
+    return bool(zip64_magic == b"PK\6\6" and zip64_position == end_of_file - _ENDS.size and start == zip64_start)

@@ -47,7 +47,7 @@ def page_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     metrics = [name for run in runs for name in run["curves"]]
     not_zero = {name for run in runs for name, curve in run["curves"].items() if not _is_zero(curve)}
     return {
-        "made": now(),
+        "created": now(),
         "runs": list(runs),
         "groups": groups(metrics, {*metrics} - not_zero),
         "directions": {name: direction for name in dict.fromkeys(metrics) if (direction := better_direction(name))},

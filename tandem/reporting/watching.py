@@ -46,7 +46,7 @@ class Server(ThreadingHTTPServer):
                 self.pictures = {picture["key"]: picture["src"] for picture in pictures}
                 runs = [{**run, "pictures": [_drop_key(x, "src") for x in run["pictures"]]} for run in data["runs"]]
                 data = {**data, "runs": runs}
-                version = hashlib.sha256(script_json(_drop_key(data, "made")).encode()).hexdigest()[:16]
+                version = hashlib.sha256(script_json(_drop_key(data, "created")).encode()).hexdigest()[:16]
                 if version != self._newest[1]:
                     self._newest = data, version
                 self._read_at = time.monotonic()

@@ -75,7 +75,7 @@ class Decoder(Pretrained):
             check_multiple(f"image_sizes of Unet {number}:", size, self.unet(number - 1).smallest_multiple)
 
     def unet(self, index: int) -> Unet:
-        """A Unet, from 0."""
+        """Unet number ``index``, from 0."""
         return cast(Unet, self.unets[index])
 
     @property
@@ -89,7 +89,7 @@ class Decoder(Pretrained):
         return other
 
     def schedule(self, index: int) -> Schedule:
-        """The schedule of a Unet, from 0, on the device of the weights."""
+        """The schedule of Unet number ``index``, from 0, on the device of the weights."""
         return self._on_device(self.schedules, index)
 
     def lowres_schedule(self) -> Schedule | None:
@@ -102,7 +102,8 @@ class Decoder(Pretrained):
         return schedules[index]
 
     def picture_shape(self, index: int, crop: int = 0) -> tuple[int, int, int]:
-        """(c, s, s) of the pictures that a Unet, from 0, is trained on: crops of side ``crop``; 0: whole ones.
+        """(c, s, s) of the pictures that Unet number ``index``, from 0, is trained on: crops of side ``crop``, or whole
+        pictures if that is 0.
 
         Raises:
             ValueError: one line, if there are no such crops, or the Unet does not take them.
