@@ -14,7 +14,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,7 @@ def fetch_file(file: PublishedFile, heartbeat: Callable[[], None] = lambda: None
 
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path = folder / file.names[0]
-    download = partial(_download, file, path, heartbeat)
-    return _fetch_once(path, str(file), lambda: file.find_in(folder), download, heartbeat)
+    return _fetch_once(path, str(file), lambda: file.find_in(folder), lambda: _fetch(file, path, heartbeat), heartbeat)
 
 
 def fetch_from_hub(description: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None) -> Path:
@@ -188,7 +186,7 @@ def _fetch_once(
     return file
 
 
-def _download(file: PublishedFile, path: Path, heartbeat: Callable[[], None]) -> None:
+def _fetch(file: PublishedFile, path: Path, heartbeat: Callable[[], None]) -> None:
     """Download a file to `path`. Raises ValueError if the download fails, and OSError if the disk does."""
     mirror = os.environ.get(MIRROR)
     if mirror and "@" in urlsplit(mirror).netloc:

@@ -151,9 +151,8 @@ class MuLaN(Pretrained):
         config = self.config
         num_weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
         if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * num_weights >= _MAX_ELEMENTS:
-            caption = f"a caption of max_text_tokens {config['max_text_tokens']}"
-            size = f"more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB"
-            raise ValueError(f"{caption} takes {size} with attn_dropout: use fewer tokens, or attn_dropout 0")
+            size = f"more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or attn_dropout 0"
+            raise ValueError(f"a caption of max_text_tokens {config['max_text_tokens']} takes {size}")
 
     @property
     def has_dropout(self) -> bool:
@@ -191,12 +190,9 @@ class MuLaN(Pretrained):
         Raises:
             ValueError: a shape that does not match these.
         """
-        audio_keys = text_keys = None
-        if dropout_keys is not None:
-            if dropout_keys.shape != (count := len(waveforms), 2):
-                shape = tuple(dropout_keys.shape)
-                raise ValueError(f"dropout_keys of shape {shape}: {count} pairs take ({count}, 2)")
-            audio_keys, text_keys = derive_keys(dropout_keys, 0), derive_keys(dropout_keys, 1)
+        if dropout_keys is not None and dropout_keys.shape != (count := len(waveforms), 2):
+            raise ValueError(f"dropout_keys of shape {tuple(dropout_keys.shape)}: {count} pairs take ({count}, 2)")
+        audio_keys, text_keys = (None if dropout_keys is None else derive_keys(dropout_keys, part) for part in (0, 1))
         audio = self._encode_audio(waveforms, noise, audio_keys)
         text = self.text_latents(self.text(tokens, lengths, text_keys))
         # Return a copy: some backends free the memory of a weight after the forward pass.
