@@ -24,7 +24,7 @@ from tandem.config.parser import ArgumentParser
 from tandem.io.exits import exit_codes
 from tandem.io.reading import counted, printable
 from tandem.io.writing import write_atomically
-from tandem.reporting.page import is_report, library, page, page_data
+from tandem.reporting.page import is_report, page_data, read_uplot, render_page
 from tandem.reporting.runs import RunReader, distinct_names
 from tandem.reporting.watching import Server
 
@@ -79,7 +79,7 @@ def write(path: Path, readers: Sequence[RunReader], is_default: bool) -> None:
     if path.is_symlink() or (path.exists() and not (path.is_file() and is_report(path))):
         raise ValueError(f"{path} exists and is no report of report.py; give another --output")
     data = read_all(readers)
-    content = page(data)
+    content = render_page(data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_flags(parser, args)
     with exit_codes(parser.error):
-        library()
+        read_uplot()
         names = distinct_names(args.runs)
         readers = [
             RunReader(path, name, args.pictures, defaults_of) for path, name in zip(args.runs, names, strict=True)

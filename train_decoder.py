@@ -128,7 +128,7 @@ class UnetTraining:
             lowres=lowres_draws if self.index else None,
         )  # fmt: skip
 
-    def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> models.Losses:
+    def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> models.DiffusionLossOutput:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
         draws = self.draws(step, batch["positions"], self.batch_size, self.shape)
         crop_places = self.crop_noise.uniform(step, batch["positions"], (2,)) if self.crop else None

@@ -190,7 +190,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         patch_noise = noise.uniform(run.progress.step, micro_batch["positions"], (model.noise_size,), device)
         texts = training.text_inputs(micro_batch["tokens"], micro_batch["lengths"])
         keys = dropout.keys(run.progress.step, micro_batch["positions"], device) if model.has_dropout else None
-        return {"waveforms": micro_batch["waveforms"], **texts, "noise": patch_noise, "keys": keys}
+        return {"waveforms": micro_batch["waveforms"], **texts, "noise": patch_noise, "dropout_keys": keys}
 
     def write(module: models.MuLaN, folder: Path) -> None:
         module.save_pretrained(folder)

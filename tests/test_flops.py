@@ -14,7 +14,7 @@ from torch.utils import flop_counter
 from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.flops import FlopCounter, recomputation
 from tandem.models.autoencoders.discrete_vae import DiscreteVAE
-from tandem.models.layers.recompute import recomputed
+from tandem.models.layers.recompute import recompute_in_backward
 
 
 def flops_of(compute: Callable[[], Tensor]) -> float:
@@ -76,9 +76,9 @@ def test_what_is_computed_again_is_left_out(layers: nn.Sequential, images: Tenso
     assert once > 0
     recompute = flop_counter.FlopCounterMode(display=False)
     with recompute:
-        recomputed(layers, images, when=True).sum().backward()
+        recompute_in_backward(layers, images, when=True).sum().backward()
     assert recompute.get_total_flops() > once
-    assert flops_of(lambda: recomputed(layers, images, when=True)) == once
+    assert flops_of(lambda: recompute_in_backward(layers, images, when=True)) == once
 
     def twice() -> Any:
         with recomputation():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import sample
 from tandem.distributed.engines.arithmetic import SkipGuard
 from tandem.models import Decoder
-from tandem.models.diffusion.losses import DiffusionLoss, Losses
+from tandem.models.diffusion.losses import DiffusionLoss, DiffusionLossOutput
 from tests.models.test_clip import write_clip
 from tests.scripts import (
     DECODER,
@@ -71,9 +71,9 @@ def test_the_bits_of_a_drawn_level_count_as_those_of_all_levels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nichol and Dhariwal 2021, equation 16."""
-    call, made = DiffusionLoss.__call__, list[Losses]()
+    call, made = DiffusionLoss.__call__, list[DiffusionLossOutput]()
 
-    def kept(*args: Any, **options: Any) -> Losses:
+    def kept(*args: Any, **options: Any) -> DiffusionLossOutput:
         made.append(call(*args, **options))
         return made[-1]
 

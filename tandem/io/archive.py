@@ -63,11 +63,10 @@ WRAPPER_NAMES = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrap
 
 _SEARCHED_BYTES = 1 << 20  # of the beginning of a file, where `has_weight_name` looks
 
-# Values in a tuple and in the tuples inside it, with repetitions; PyTorch's hold seven, the shape and the strides.
+# Values in a tuple and in the tuples inside it, with repetitions. PyTorch's tuples hold seven, a shape and strides.
 _LARGEST_TUPLE = 1 << 10
 
 _MEMO_WRITES, _MEMO_READS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
-
 
 #: The advice about a file that holds a whole model or program instead of a state dict.
 STATE_DICT_ADVICE = "save the weights alone where it was made: torch.save(model.state_dict(), 'weights.pt')"
@@ -108,8 +107,9 @@ def check_archive(path: Path) -> None:
         if not _has_one_table_of_contents(path, archive.start_dir):
             raise ValueError("it can be read in more than one way")
         members = archive.infolist()
+        # lower(), because PyTorch's reader ignores the case of names
         pickles = [member for member in members if member.filename.lower().endswith("/data.pkl")]
-        if len(pickles) != 1:  # PyTorch's reader ignores the case of names
+        if len(pickles) != 1:
             raise ValueError(f"it holds data.pkl {len(pickles)} times")
         if pickles[0].file_size > _LONGEST_PICKLES_BYTES:
             raise ValueError(f"its data.pkl is longer than {_LONGEST_PICKLES_BYTES} bytes")
@@ -153,7 +153,8 @@ def _read_operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
     Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values: hashing tuples that are nested a million deep as
     the key of a dict crashes the process, and hashing 40 levels, each of which holds the next one twice, takes days.
     """
-    stack: list[Any] = []  # of pickle's machine: for each value the number of values in it, and the marks
+    # The stack and the memo of the pickle machine, with the number of values in each value in its place.
+    stack: list[Any] = []  # numbers and marks
     memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(content):
         yield opcode.name, argument
@@ -189,9 +190,9 @@ def _has_one_table_of_contents(path: Path, start: int) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, end_of_file - _ENDS.size))
         tail = file.read().rjust(_ENDS.size)
-    zip64, zip64_start, locator, zip64_position, end, end_start, comment = _ENDS.unpack(tail)
-    if end != b"PK\5\6" or comment:  # a comment could hold another end
+    zip64_magic, zip64_start, locator_magic, zip64_position, end_magic, end_start, comment_length = _ENDS.unpack(tail)
+    if end_magic != b"PK\5\6" or comment_length:  # a comment could hold another end record
         return False
-    if locator != b"PK\6\7":
+    if locator_magic != b"PK\6\7":  # no zip64
         return bool(start == end_start)
-    return bool(zip64 == b"PK\6\6" and zip64_position == end_of_file - _ENDS.size and start == zip64_start)
+    return bool(zip64_magic == b"PK\6\6" and zip64_position == end_of_file - _ENDS.size and start == zip64_start)

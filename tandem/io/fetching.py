@@ -1,5 +1,5 @@
-"""Fetching of published files, such as the weights of a network for FID: when they are needed, once for all processes
-of a machine, into the cache of torch.hub (TORCH_HOME) or of huggingface_hub (HF_HOME).
+"""Downloads of published files, such as the weights of a network for FID, when they are needed. One process of a
+machine fetches a file for all of them, into the cache of torch.hub (TORCH_HOME) or of huggingface_hub (HF_HOME).
 
 torch.hub's own function keeps partial files of killed processes, has no timeout, and stores anything that a server
 sends before it checks the checksum.
@@ -27,7 +27,7 @@ from .writing import create, open_appending, replacing, say, wait_for_lock
 MIRROR = "TANDEM_WEIGHTS_MIRROR"  # environment variable: the address of a folder with the files under their names
 
 TIMEOUT_SECONDS = 60.0  # timeout of an answer and of the next bytes
-_TRIES, _PAUSE_SECONDS = 3, 1.0  # if a server gives no answer, or an incomplete one
+_MAX_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0  # while a server gives no answer, or an incomplete one
 _BUSY = 408, 429  # a server that is busy (RFC 9110, section 15.5.9; RFC 6585, section 4)
 _BLOCK_BYTES = 1 << 20
 _LONGEST_REASON = 1000  # bytes
@@ -38,7 +38,7 @@ class _NoAnswerError(ValueError):
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedFile:
     """A file published by its authors.
 
     Attributes:
@@ -69,7 +69,7 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def fetch_file(file: Published, heartbeat: Callable[[], None] = lambda: None) -> Path:
+def fetch_file(file: PublishedFile, heartbeat: Callable[[], None] = lambda: None) -> Path:
     """The file in the cache; if it is missing, one of the processes that request it fetches it. A download without the
     published size and checksum is deleted. A line states the file, its source and its destination.
 
@@ -86,14 +86,14 @@ def fetch_file(file: Published, heartbeat: Callable[[], None] = lambda: None) ->
     return _fetch_once(path, str(file), lambda: file.find_in(folder), lambda: _fetch(file, path, heartbeat), heartbeat)
 
 
-def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None) -> Path:
+def fetch_from_hub(description: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None) -> Path:
     """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; fetched as by
     `fetch_file`, and compared with the Hub's checksum.
 
     Raises:
         ValueError: as `fetch_file`, or huggingface_hub is missing.
     """
-    hub = hub_library(f"fetching {what}")
+    hub = hub_library(f"fetching {description}")
 
     class HeartbeatBar(hub.utils.tqdm):  # type: ignore[name-defined]
         def update(self, n: float | None = 1) -> bool | None:
@@ -110,7 +110,7 @@ def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], Non
     def fetch() -> None:
         try:
             published = hub.get_hf_file_metadata(address, timeout=TIMEOUT_SECONDS)
-            say(f"fetching {what} ({_size_text(published.size or 0)}) from {address} to {cache}")
+            say(f"fetching {description} ({_size_text(published.size or 0)}) from {address} to {cache}")
             revision = published.commit_hash
             path = Path(hub.hf_hub_download(model, name, revision=revision, tqdm_class=HeartbeatBar))
             if _hub_checksum(path, published.etag or "") != published.etag:
@@ -122,7 +122,8 @@ def fetch_from_hub(what: str, model: str, name: str, heartbeat: Callable[[], Non
         except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
 
-    return _fetch_once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, heartbeat)
+    path = cache / f"{model.replace('/', '--')}--{name}"
+    return _fetch_once(path, f"{description}: {address}", find, fetch, heartbeat)
 
 
 def hub_library(purpose: str) -> Any:
@@ -185,18 +186,18 @@ def _fetch_once(
     return file
 
 
-def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:
+def _fetch(file: PublishedFile, path: Path, heartbeat: Callable[[], None]) -> None:
     """Download a file to `path`. Raises ValueError if the download fails, and OSError if the disk does."""
     mirror = os.environ.get(MIRROR)
     if mirror and "@" in urlsplit(mirror).netloc:
         raise ValueError(f"{MIRROR} holds a password, which would stand in the log: give an address without one")
     address = f"{mirror.rstrip('/')}/{file.address.rpartition('/')[2]}" if mirror else file.address
     say(f"fetching {file.description} ({_size_text(file.size)}) from {address} to {path}")
-    for attempt in range(1, _TRIES + 1):
+    for attempt in range(1, _MAX_ATTEMPTS + 1):
         try:
             with replacing(path) as temporary, create(temporary) as target, _progress_bar(file.size) as progress:
                 length, digest = 0, hashlib.sha256()
-                for block in _download(address):
+                for block in _read_blocks(address):
                     heartbeat()
                     progress.update(len(block))
                     length += len(block)
@@ -210,12 +211,13 @@ def _fetch(file: Published, path: Path, heartbeat: Callable[[], None]) -> None:
                     raise ValueError(f"{address} is another file: its SHA-256 or its size differs; nothing was kept")
             return
         except _NoAnswerError:
-            if attempt == _TRIES:
+            if attempt == _MAX_ATTEMPTS:
                 raise
             time.sleep(_PAUSE_SECONDS)
 
 
-def _download(address: str) -> Iterator[bytes]:
+def _read_blocks(address: str) -> Iterator[bytes]:
+    """The content at an address. Raises ValueError; `_NoAnswerError` if another attempt may succeed."""
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
             while block := answer.read(_BLOCK_BYTES):

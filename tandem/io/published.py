@@ -8,19 +8,19 @@ from pathlib import Path
 from torch import Tensor
 
 from .archive import STATE_DICT_ADVICE, Ignored, check_sizes
-from .fetching import Published, fetch_file
+from .fetching import PublishedFile, fetch_file
 from .weights import first_names, read_content
 
-VGG16 = Published(
+VGG16 = PublishedFile(
     "torchvision's VGG16", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",
     553_433_881, "397923af8e79cdbb6a7127f12361acd7a2f83e06b05044ddf496e83de57a5bf0",
 )  # fmt: skip
-LPIPS_HEADS = Published(
+LPIPS_HEADS = PublishedFile(
     "the heads of LPIPS 0.1", ("vgg_lpips.pth", "vgg.pth"),
     "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/vgg.pth",
     7_289, "a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868",
 )  # fmt: skip
-INCEPTION = Published(
+INCEPTION = PublishedFile(
     "FID's Inception", ("pt_inception-2015-12-05-6726825d.pth", "weights-inception-2015-12-05-6726825d.pth"),
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
     95_628_359, "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
@@ -34,7 +34,7 @@ PUBLISHED = "published"
 
 
 def load_published_weights(
-    file: Published, source: str, heartbeat: Callable[[], None] = lambda: None
+    file: PublishedFile, source: str, heartbeat: Callable[[], None] = lambda: None
 ) -> dict[str, Tensor]:
     """Tensors by name from the file ``source``, or from the published one. Raises ValueError, in one line."""
     return read_state_dict(fetch_file(file, heartbeat) if source == PUBLISHED else Path(source), published=str(file))

@@ -31,7 +31,7 @@ READ_ERRORS: tuple[type[Exception], ...] = (
 """Errors of reading and parsing a damaged or hostile file (numpy parses headers as Python); safetensors adds its
 SafetensorError. RuntimeError is not among them, because PyTorch raises it for mistakes of this program, too."""
 
-# The longest files that are read whole. Config files have kilobytes, and PyYAML reads 100 kB in a second.
+# The longest files that are read whole. Config files have a few kB, and PyYAML takes a second for 100 kB.
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
 BYTE_ORDER_MARK = "\ufeff"  # editors put it before a text; `cat` and web pages leave it inside
 _LONGEST_LINE = 1 << 20  # bytes
@@ -52,7 +52,7 @@ _MOST_VALUES = 1 << 22
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
-    """Open a file for reading, whose length is at most `limit` bytes; a link to it is followed.
+    """Open a file of at most `limit` bytes for reading; links are followed.
 
     Raises:
         OSError: it is missing, a folder or not readable.
@@ -112,7 +112,7 @@ def read_bytes(path: str | Path, limit: int) -> bytes:
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a file of any length. Raises OSError, and ValueError if it is no regular file or one is too long."""
+    """The lines of a file of any length. Raises OSError; ValueError if it is no regular file or a line is too long."""
     with open_regular(path) as file:
         while line := file.readline(_LONGEST_LINE + 1):
             if len(line) > _LONGEST_LINE:

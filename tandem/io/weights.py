@@ -1,5 +1,5 @@
 """Reading of files of weights, whose format is recognised by their content, not by their ending (`read_content`);
-advice about files without weights; and writing of weights (`replacing`)."""
+advice about files without weights; and writing of a model's files (`replacing_model_file`)."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing_model_file(path: Path) -> Iterator[Path]:
     """A path to write to, moved onto ``path`` once it is complete and on the disk.
 
     Raises:

@@ -35,7 +35,7 @@ WRITER = "checkpoint"
 
 LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a crashed machine for 90 s by default
-_WRITE_SECONDS = 1.0  # after which `tell` gives up: a stopped terminal accepts nothing
+_WRITE_SECONDS = 1.0  # after which `say` gives up: a stopped terminal accepts nothing
 _LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
 
 

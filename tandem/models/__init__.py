@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .autoencoders.vqgan import VQGAN, VQGANOutput
     from .base import build_in_memory
     from .diffusion.decoder import Decoder
-    from .diffusion.losses import DiffusionLoss, Losses
+    from .diffusion.losses import DiffusionLoss, DiffusionLossOutput
     from .diffusion.unet import Unet
     from .features.clip import Clip, with_embeddings
     from .features.i3d import i3d_features
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from .layers.video.causal import StreamState
 
 __all__ = [
-    "VQGAN", "Clip", "Decoder", "DiffusionLoss", "DiscreteVAE", "Discriminator", "Losses", "MuLaN", "MulanOutput",
-    "StreamState", "Unet", "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput",
-    "build_in_memory", "check_frames", "i3d_features", "load_lpips", "load_perceptual", "with_embeddings",
+    "VQGAN", "Clip", "Decoder", "DiffusionLoss", "DiffusionLossOutput", "DiscreteVAE", "Discriminator", "MuLaN",
+    "MulanOutput", "StreamState", "Unet", "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer",
+    "VideoTokenizerOutput", "build_in_memory", "check_frames", "i3d_features", "load_lpips", "load_perceptual",
+    "with_embeddings",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
     "Clip": "features.clip", "Decoder": "diffusion.decoder", "DiffusionLoss": "diffusion.losses",
-    "DiscreteVAE": "autoencoders.discrete_vae", "Discriminator": "autoencoders.discriminator",
-    "Losses": "diffusion.losses", "MuLaN": "audio_text.mulan", "MulanOutput": "audio_text.mulan",
+    "DiffusionLossOutput": "diffusion.losses", "DiscreteVAE": "autoencoders.discrete_vae",
+    "Discriminator": "autoencoders.discriminator", "MuLaN": "audio_text.mulan", "MulanOutput": "audio_text.mulan",
     "StreamState": "layers.video.causal",
     "Unet": "diffusion.unet", "VAEOutput": "autoencoders.discrete_vae", "VQGAN": "autoencoders.vqgan",
     "VQGANOutput": "autoencoders.vqgan", "VideoDiscriminator": "autoencoders.discriminator",

@@ -21,7 +21,7 @@ from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
 from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
 from tandem.io.renamed import rename_settings, rename_weights
-from tandem.io.weights import check_weights_file, on_cpu, replacing
+from tandem.io.weights import check_weights_file, on_cpu, replacing_model_file
 
 from .building import build_on_meta, build_with_weights, check_arguments
 
@@ -65,9 +65,9 @@ class Pretrained(nn.Module):
         """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / _WEIGHTS) as path:
+        with replacing_model_file(folder / _WEIGHTS) as path:
             save_file(on_cpu(self.state_dict()), path)
-        with replacing(folder / CONFIG_FILE) as path:
+        with replacing_model_file(folder / CONFIG_FILE) as path:
             extra = {name: getattr(self, name) for name in _EXTRAS if name not in self.config and hasattr(self, name)}
             path.write_text(json.dumps({"model": type(self).__name__, **extra, **self.saved_config()}, indent=2) + "\n")
 
@@ -94,7 +94,7 @@ class Pretrained(nn.Module):
         config = read_config(folder)
         if (class_name := config.pop("model")) != cls.__name__:
             raise ValueError(f"{folder} holds a {class_name}, not a {cls.__name__}")
-        return cls.with_weights(folder, config, read_weights(folder))
+        return cls.from_weights(folder, config, read_weights(folder))
 
     def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
         """Copy the weights of a ``save_pretrained`` folder, or of another model of this class, which errors call
@@ -117,7 +117,7 @@ class Pretrained(nn.Module):
         return {name: value for name, value in self.config.items() if name not in ignored}
 
     @classmethod
-    def with_weights(
+    def from_weights(
         cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], is_lazy: bool = False
     ) -> Self:
         """The model of untrusted constructor arguments and weights, in eval mode.
@@ -165,7 +165,7 @@ def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source:
     """The model of a `Pretrained.description`, with these weights; ``is_lazy`` as in `build_with_weights`. Raises
     ValueError, in one line that names ``source``, if they do not fit."""
     arguments = {name: value for name, value in description.items() if name != "model"}
-    return get_model_class(description["model"], source).with_weights(source, arguments, weights, is_lazy)
+    return get_model_class(description["model"], source).from_weights(source, arguments, weights, is_lazy)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

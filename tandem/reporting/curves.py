@@ -61,15 +61,16 @@ class Curve:
         with np.errstate(over="ignore"):
             total = np.nan_to_num(np.nansum(valid))
         curve: dict[str, Any] = {
-            "x": _shorten(x), "y": _shorten(means), "nan": _shorten(x[counts < sizes]), "size": size,
+            "x": _round_all(x), "y": _round_all(means), "nan": _round_all(x[counts < sizes]), "size": size,
             "count": int(finite.sum()), "missing": int((~finite).sum()), "sum": float(total),
             **dict.fromkeys(("last", "low", "high")),
         }  # fmt: skip
         if finite.any():
             extremes = {"last": np.flatnonzero(finite)[-1], "low": np.nanargmin(valid), "high": np.nanargmax(valid)}
-            curve |= {name: [short(values[index]), int(steps[index])] for name, index in extremes.items()}
+            curve |= {name: [_round(values[index]), int(steps[index])] for name, index in extremes.items()}
         if size > 1:
-            curve |= {"lo": _shorten(np.fmin.reduceat(valid, starts)), "hi": _shorten(np.fmax.reduceat(valid, starts))}
+            lows, highs = np.fmin.reduceat(valid, starts), np.fmax.reduceat(valid, starts)
+            curve |= {"lo": _round_all(lows), "hi": _round_all(highs)}
         return curve
 
     def rises(self) -> list[list[float]]:
@@ -86,20 +87,20 @@ class Curve:
         return rises
 
 
-def short(value: float) -> float | int | None:
+def _round(value: float) -> float | int | None:
     """A number rounded to six digits, a whole one exactly; None for one that is not finite."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < _LARGEST_STEP else float(f"{value:.6g}")
 
 
-def _shorten(values: Any) -> list[float | int | None]:
-    return [short(value) for value in values.tolist()]
+def _round_all(values: Any) -> list[float | int | None]:
+    return [_round(value) for value in values.tolist()]
 
 
 class MetricsFile:
-    """metrics.jsonl of a run. `read` reads what was added since the last call, line by line, and all of it anew if the
-    file was replaced, as a resumed run does."""
+    """metrics.jsonl of a run. `read` reads the lines that were added since the last call, or the whole file if it was
+    replaced: a resumed run replaces it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -158,6 +159,7 @@ class MetricsFile:
             self._skipped_lines["which cannot be read"] += 1
             return
         is_evaluation = EVALUATION_SECONDS in values
+        # An update may have two lines: one of training, and after it one of its evaluation.
         if step < self.last_step or (step == self.last_step and not (is_evaluation and self._awaits_evaluation)):
             self._skipped_lines["of updates that had a line before"] += 1
             return
@@ -166,7 +168,7 @@ class MetricsFile:
         if isinstance(time := values.get("time"), str):
             self.last_time = time[:40]
         for name, value in values.items():
-            if has_line and name in CLOCK:  # the update's line has it
+            if has_line and name in CLOCK:  # the update's first line had it
                 continue
             if value is None or type(value) in (int, float):
                 if curve := self._curve(name):

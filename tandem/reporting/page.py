@@ -31,7 +31,7 @@ _GROUPS = ("Validation", "Validation of the whole split", "Losses", "Other value
 _ALWAYS_ZERO = "Always 0"
 
 
-def library() -> dict[str, str]:
+def read_uplot() -> dict[str, str]:
     """JavaScript and CSS of uPlot (https://github.com/leeoniya/uPlot), from the package uplot-python. The package is
     not imported. Raises ValueError, in one line, if it is not installed."""
     spec = importlib.util.find_spec("uplot")
@@ -47,7 +47,7 @@ def page_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     metrics = [name for run in runs for name in run["curves"]]
     not_zero = {name for run in runs for name, curve in run["curves"].items() if not _is_zero(curve)}
     return {
-        "made": now(),
+        "created": now(),
         "runs": list(runs),
         "groups": groups(metrics, {*metrics} - not_zero),
         "directions": {name: direction for name in dict.fromkeys(metrics) if (direction := better_direction(name))},
@@ -63,7 +63,7 @@ def metric_group(metric: str) -> str:
     """The group of a metric by its name, one of `_GROUPS`."""
     first, last = metric.split("/")[0], metric.split("/")[-1]
     if first.startswith("valid") and "/" in metric:
-        return _GROUPS[first == "valid_whole"]
+        return "Validation of the whole split" if first == "valid_whole" else "Validation"
     if metric in COSTS:
         return "Costs"
     if any(last == word or last.endswith(f"_{word}") for word in _OPTIMISATION_WORDS):
@@ -84,23 +84,23 @@ def groups(metrics: Iterable[str], zero_metrics: Container[str] = ()) -> list[di
     ]
 
 
-def as_text(data: Any) -> str:
+def script_json(data: Any) -> str:
     """JSON for a <script> of an HTML page, in ASCII: no part of it ends the script or begins a comment. Control
     characters that reverse text become replacement characters."""
     text = _ESCAPED_BIDI.sub(r"\\ufffd", json.dumps(data, allow_nan=False, separators=(",", ":")))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def page(data: Mapping[str, Any], *, version: str = "") -> bytes:
-    """The page.
+def render_page(data: Mapping[str, Any], *, version: str = "") -> bytes:
+    """The page as HTML.
 
     Args:
-        version: That of the data, for a page that polls its server for newer data; "" for a file.
+        version: Version of the data, for a page that polls its server for newer data; "" for a file.
 
     Raises:
         ValueError: one line, if the library that draws the curves is not installed.
     """
-    uplot = library()
+    uplot = read_uplot()
     scripts = [uplot["js"], *((_FOLDER / name).read_text() for name in _SCRIPTS)]
     assert not any("</script" in script.lower() for script in scripts)
     names = ", ".join(run["name"] for run in data["runs"])
@@ -110,7 +110,7 @@ def page(data: Mapping[str, Any], *, version: str = "") -> bytes:
         "title": html.escape(_BIDI.sub("\ufffd", names[:200]) + " - training report"),
         "css": uplot["css"] + (_FOLDER / "page.css").read_text(),
         "watched": html.escape(version),
-        "data": as_text(data),
+        "data": script_json(data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     template = (_FOLDER / "page.html").read_text()

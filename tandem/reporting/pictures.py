@@ -15,7 +15,7 @@ from typing import Any
 from tandem.io.reading import counted, error_text, read_bytes
 
 _NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
-_LARGE_BYTES, _LONGEST_SIDE = 200_000, 1600  # a larger file becomes WebP of such a side, if that is smaller
+_LARGE_BYTES, _LONGEST_SIDE = 200_000, 1600  # a larger file becomes WebP of at most this side, if smaller
 _WEBP_QUALITY = 85
 _MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
 _MOST_BYTES = 1 << 26  # of a file
@@ -86,8 +86,8 @@ def encode_picture(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
                     if buffer.tell() < len(content):
                         content, kind, shape = buffer.getvalue(), "webp", image.size
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
-        hides_recomputation = type(error).__name__ == "UnidentifiedImageError"
-        raise ValueError("it is no PNG" if hides_recomputation else error_text(error)) from None
+        is_other_format = type(error).__name__ == "UnidentifiedImageError"
+        raise ValueError("it is no PNG" if is_other_format else error_text(error)) from None
     source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     key = hashlib.sha256(content).hexdigest()[:32]
     return {"src": source, "key": key, "width": shape[0], "height": shape[1]}

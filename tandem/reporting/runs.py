@@ -43,7 +43,7 @@ class RunReader:
 
     Args:
         name: Name of the run on the page.
-        pictures: Updates whose pictures are shown.
+        pictures: Number of updates whose pictures are shown.
         defaults_of: File name of a script -> its default settings, as config.yaml has them; {} for an unknown script.
 
     Raises:
@@ -66,8 +66,8 @@ class RunReader:
     def read(self) -> dict[str, Any]:
         """The present data of the run. Files that cannot be read are named in "notes"."""
         self._metrics.read()
-        config, note = _read_config(self.path / "config.yaml")
-        notes = [*self._metrics.notes(), *note]
+        config, config_notes = _read_config(self.path / "config.yaml")
+        notes = [*self._metrics.notes(), *config_notes]
         history = starts(self.path)
         if not history:
             notes.append("starts.jsonl is missing or cannot be read: machine, versions and resumes are not known")
@@ -170,7 +170,7 @@ def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
         step, changed_flags = start.get("step"), start.get("changed")
         if type(step) is not int or step < 0:
             continue
-        is_other_length = isinstance(changed_flags, dict) and not {"max_steps", "epochs"}.isdisjoint(changed_flags)
+        has_other_length = isinstance(changed_flags, dict) and not {"max_steps", "epochs"}.isdisjoint(changed_flags)
         end_text = str(previous.get("ended"))
         if end_text.startswith("finished"):
             kind, cause = "extended", "had finished"
@@ -181,7 +181,7 @@ def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
             kind, cause = "killed", f"was killed or failed, and {lost_updates_text}"
         old_machine, machine = describe_placement(previous), describe_placement(start)
         move = f"; from {old_machine} to {machine}" if old_machine != machine else f", on {machine}" if machine else ""
-        with_length = " with another length" if is_other_length else ""
+        with_length = " with another length" if has_other_length else ""
         text = f"started again from update {step:,}{with_length}: the start before {cause}{move}"
         yield {"step": step, "kind": kind, "text": text}
 

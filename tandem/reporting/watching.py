@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from .page import as_text, page
+from .page import render_page, script_json
 
 _HOST = "127.0.0.1"
 _REFRESH_SECONDS = 2.0  # the least time between two reads of the run folders
@@ -46,7 +46,7 @@ class Server(ThreadingHTTPServer):
                 self.pictures = {picture["key"]: picture["src"] for picture in pictures}
                 runs = [{**run, "pictures": [_drop_key(x, "src") for x in run["pictures"]]} for run in data["runs"]]
                 data = {**data, "runs": runs}
-                version = hashlib.sha256(as_text(_drop_key(data, "made")).encode()).hexdigest()[:16]
+                version = hashlib.sha256(script_json(_drop_key(data, "created")).encode()).hexdigest()[:16]
                 if version != self._newest[1]:
                     self._newest = data, version
                 self._read_at = time.monotonic()
@@ -74,14 +74,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(403)
         elif path == "/":
             data, version = self.server.newest()
-            self._send(page(data, version=version), "text/html; charset=utf-8")
+            self._send(render_page(data, version=version), "text/html; charset=utf-8")
         elif path == "/data":
             data, version = self.server.newest()
             if version == query:
                 self.send_response(204)
                 self.end_headers()
             else:
-                self._send(as_text({"version": version, "data": data}).encode(), "application/json")
+                self._send(script_json({"version": version, "data": data}).encode(), "application/json")
         elif path == "/picture" and (source := self.server.pictures.get(query)):
             self._send(source.encode(), "text/plain")
         else:

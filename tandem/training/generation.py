@@ -79,7 +79,7 @@ class Generation:
             real = F.interpolate(
                 batch["images"].float() / 255, size=pictures.shape[-2:], mode="bilinear", antialias=True
             )
-            quality.add(real, pictures, numbers[selection], **(clip.compared(pictures, batch) if clip else {}))
+            quality.add(real, pictures, numbers[selection], **(clip.pairs_to_compare(pictures, batch) if clip else {}))
 
         self._draw_in_rounds(count, CHUNK, add)
         return quality.result(self._processes.sum, self._processes.gather)

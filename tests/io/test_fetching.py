@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from tandem.io import fetching
-from tandem.io.fetching import MIRROR, Published, fetch_file, fetch_from_hub
+from tandem.io.fetching import MIRROR, PublishedFile, fetch_file, fetch_from_hub
 from tests import hub_server
 from tests.data.helpers import in_processes
 from tests.fault_proxy import Proxy, proxy_before
@@ -42,9 +42,9 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
 
 
 @pytest.fixture
-def file(server: Proxy) -> Published:
+def file(server: Proxy) -> PublishedFile:
     digest = hashlib.sha256(CONTENT).hexdigest()
-    return Published("some weights", ("ours.pth", "old.pth"), f"{server.address}/weights.pth", len(CONTENT), digest)
+    return PublishedFile("some weights", ("ours.pth", "old.pth"), f"{server.address}/weights.pth", len(CONTENT), digest)
 
 
 def cache(home: Path) -> Path:
@@ -57,7 +57,7 @@ def visible(home: Path) -> list[str]:
 
 
 def test_a_file_is_fetched_once_and_a_line_says_from_where_to_where_and_how_large(
-    file: Published, server: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    file: PublishedFile, server: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = fetch_file(file)
     assert path == cache(tmp_path) / "ours.pth" and path.read_bytes() == CONTENT
@@ -67,7 +67,7 @@ def test_a_file_is_fetched_once_and_a_line_says_from_where_to_where_and_how_larg
 
 
 @pytest.mark.parametrize("faults", [["cut", "cut"], ["half", 503]], ids=str)
-def test_a_connection_that_breaks_is_tried_again(faults: list[Any], file: Published, server: Proxy) -> None:
+def test_a_connection_that_breaks_is_tried_again(faults: list[Any], file: PublishedFile, server: Proxy) -> None:
     server.faults = faults
     assert fetch_file(file).read_bytes() == CONTENT and len(server.requests) == 3
 
@@ -77,7 +77,7 @@ def test_a_connection_that_breaks_is_tried_again(faults: list[Any], file: Publis
     (503, 3, "answers 503"), (429, 3, "answers 429"),
 ])  # fmt: skip
 def test_what_cannot_be_fetched_is_one_line_and_nothing_is_kept(
-    fault: str | int, requests: int, reason: str, file: Published, server: Proxy, tmp_path: Path
+    fault: str | int, requests: int, reason: str, file: PublishedFile, server: Proxy, tmp_path: Path
 ) -> None:
     server.always = fault
     said = refused(fetch_file, file)
@@ -87,14 +87,14 @@ def test_what_cannot_be_fetched_is_one_line_and_nothing_is_kept(
 
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"size": len(CONTENT) - 1}], ids=str)
 def test_another_file_is_refused_and_not_kept(
-    change: dict[str, Any], file: Published, server: Proxy, tmp_path: Path
+    change: dict[str, Any], file: PublishedFile, server: Proxy, tmp_path: Path
 ) -> None:
-    said = refused(fetch_file, Published(**{**vars(file), **change}))
+    said = refused(fetch_file, PublishedFile(**{**vars(file), **change}))
     assert "another file" in said and len(server.requests) == 1 and visible(tmp_path) == []
 
 
 def test_four_processes_at_once_make_one_request_and_two_machines_two(
-    file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: PublishedFile, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.always = "slow"
     names = in_processes(4, lambda _: fetch_file(file).name)
@@ -105,17 +105,17 @@ def test_four_processes_at_once_make_one_request_and_two_machines_two(
 
 
 def test_processes_that_wait_fail_with_the_one_that_tried_and_the_next_one_tries_anew(
-    file: Published, server: Proxy
+    file: PublishedFile, server: Proxy
 ) -> None:
     server.faults, server.slow_seconds = ["slow"], 2
-    wrong = Published(**{**vars(file), "sha256": "0" * 64})
+    wrong = PublishedFile(**{**vars(file), "sha256": "0" * 64})
     assert in_processes(3, lambda _: refused(fetch_file, wrong)) == [refused(fetch_file, wrong)] * 3
     assert len(server.requests) == 2
     assert fetch_file(file).read_bytes() == CONTENT
 
 
 def test_a_process_that_waits_shows_that_it_is_alive_and_goes_on_where_the_other_was_killed(
-    file: Published, server: Proxy, tmp_path: Path
+    file: PublishedFile, server: Proxy, tmp_path: Path
 ) -> None:
     class Seen(Exception):
         pass
@@ -139,7 +139,7 @@ def test_a_process_that_waits_shows_that_it_is_alive_and_goes_on_where_the_other
 
 
 def test_offline_nothing_is_asked_and_the_line_says_what_is_published_where(
-    file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: PublishedFile, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     said = refused(fetch_file, file)
@@ -150,10 +150,10 @@ def test_offline_nothing_is_asked_and_the_line_says_what_is_published_where(
 
 
 def test_a_mirror_may_be_another_server_or_a_folder(
-    folder: Path, file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    folder: Path, file: PublishedFile, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    elsewhere = Published(**{**vars(file), "address": "http://127.0.0.1:9/nobody/weights.pth"})
+    elsewhere = PublishedFile(**{**vars(file), "address": "http://127.0.0.1:9/nobody/weights.pth"})
     monkeypatch.setenv(MIRROR, f"{server.address}/")
     fetch_file(elsewhere).unlink()
     monkeypatch.setenv(MIRROR, folder.as_uri())
@@ -203,7 +203,7 @@ def test_what_the_hub_does_not_give_is_one_line_and_nothing_is_kept(
     assert of_bob(name).read_bytes() == hub.files("bob/clip")[name]
 
 
-def test_a_process_shows_that_it_is_alive_while_a_file_comes(file: Published, hub: hub_server.Hub) -> None:
+def test_a_process_shows_that_it_is_alive_while_a_file_comes(file: PublishedFile, hub: hub_server.Hub) -> None:
     for fetch in (
         lambda mark: fetch_file(file, mark),
         lambda mark: fetch_from_hub("it", "bob/clip", "weights.bin", mark),
@@ -219,6 +219,6 @@ def test_offline_the_hub_is_not_asked(hub: hub_server.Hub, monkeypatch: pytest.M
     assert "give its file, or copy this folder" in said  # nobody can put a file into the Hub's cache by hand
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(file: Published, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(file: PublishedFile, tmp_path: Path) -> None:
     (tmp_path / "hub").touch()
     assert str(tmp_path) in refused(fetch_file, file)

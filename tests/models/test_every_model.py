@@ -111,7 +111,7 @@ def mulan(**sizes: Any) -> Case:
     sizes = {"attn_dropout": 0.2, "ff_dropout": 0.3, "hierarchical_layers": 1, **sizes}
 
     def inputs(model: Any) -> dict[str, Tensor]:
-        return {**some_pairs(model), "keys": torch.tensor([[1, 2], [3, 4], [2**32 - 1, 0]])}
+        return {**some_pairs(model), "dropout_keys": torch.tensor([[1, 2], [3, 4], [2**32 - 1, 0]])}
 
     free = {"clip_seconds": 0.2, "attn_dropout": 0.0, "init_bias": 1.0, "gradient_checkpointing": True}
     return Case(MuLaN, sizes, inputs, free, {"dim_latent": 7})
@@ -558,7 +558,7 @@ def test_what_a_mulan_cannot_be_given_is_named(kind: Callable[..., Any]) -> None
     for wrong, said in (
         ({"noise": given["noise"][:, 1:]}, "(3, 15)"), ({"noise": given["noise"][:, :0]}, "(3, 0)"),
         ({"waveforms": given["waveforms"][:, None]}, "mono"), ({"waveforms": given["waveforms"].int()}, "torch.int32"),
-        ({"lengths": given["lengths"][1:]}, "(2,)"), ({"keys": torch.ones(2, 2).long()}, "(2, 2)"),
+        ({"lengths": given["lengths"][1:]}, "(2,)"), ({"dropout_keys": torch.ones(2, 2).long()}, "(2, 2)"),
         ({"tokens": given["tokens"].repeat(1, 2)[:, :11]}, "11"),
         *(({"tokens": torch.full((3, 8), token)}, f"token {token}") for token in (-1, 40, 10**6)),
     ):  # fmt: skip

@@ -15,7 +15,7 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.io.fetching import MIRROR, Published
+from tandem.io.fetching import MIRROR, PublishedFile
 from tandem.io.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
 from tandem.models.features.lpips import PerceptualLoss, load_lpips, load_perceptual
 from tests.models.helpers import NARROW, assert_same_bits, narrow, refused, some_images
@@ -110,7 +110,7 @@ def test_one_named_file_may_hold_everything_and_goes_before_the_cache(kind: str,
     ("vgg", VGG16, "--perceptual_weights", "--perceptual none"), ("lpips", LPIPS_HEADS, "--lpips_weights", "no --"),
 ])  # fmt: skip
 def test_offline_weights_that_are_nowhere_are_one_line_with_file_place_and_the_way_out(
-    kind: str, file: Published, flag: str, way_out: str, cache: Path
+    kind: str, file: PublishedFile, flag: str, way_out: str, cache: Path
 ) -> None:
     """Some scripts have one of the flags only."""
     if kind == "lpips":

@@ -32,9 +32,9 @@ def some_tokens() -> Tensor:
     return tokens
 
 
-def text_tower(tower: Tower, below: int = 0) -> PretrainedTextTower:
+def text_tower(tower: Tower, num_lower: int = 0) -> PretrainedTextTower:
     torch.manual_seed(1)
-    module = PretrainedTextTower(tower.config, below, False, "last", False)
+    module = PretrainedTextTower(tower.config, num_lower, False, "last", False)
     module.encoder.load_state_dict(tower.weights)
     return module
 
@@ -46,7 +46,7 @@ def test_a_text_tower_of_transformers_gives_the_features_of_its_library(kind: st
         torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / form)
         (tmp_path / "model.safetensors").unlink()
     assert (tmp_path / "model.safetensors").exists() == (form == "model.safetensors")
-    tower = text_tower(read_text_tower(tmp_path), below=1)
+    tower = text_tower(read_text_tower(tmp_path), num_lower=1)
     tokens = some_tokens()
     shown = torch.arange(12) < LENGTHS[:, None]
     with torch.no_grad():

@@ -137,7 +137,7 @@ def test_frames_that_do_not_fit_are_refused_with_the_nearest_that_do_in_a_stream
         assert f"{frames} frames" in said and f"use {use}" in said
     state = StreamState()
     model.encode_next(some_videos(2, 3), state)
-    assert state.pending is not None and state.used + state.pending.shape[2] == 3  # no code has them all
+    assert state.pending is not None and state.num_consumed + state.pending.shape[2] == 3  # no code has them all
     assert "(1, 3, 8, 8)" in refused(model.encode_next, some_videos(1, 3), state)
     assert "width 10" in refused(model.encode_next, some_videos(2, 3, 8, 10), state)
 

@@ -123,12 +123,13 @@ class AudioTransformer(nn.Module):
         rows, columns = self.grid(*spectrograms.shape[1:])
         return spectrograms[:, : rows * self.patch_size, : columns * self.patch_size]
 
-    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Spectrograms (b, bands, frames) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
+    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
+        """Spectrograms (b, bands, frames) -> features (b, 1 + hierarchical_layers, dim); [:, 0] are those of the final
+        output.
 
         Args:
             noise: Uniform (b, patches): each sample keeps the patches with the smallest noise. None keeps all.
-            keys: int64 (b, 2), the keys of the dropout in the transformer; None drops nothing there.
+            dropout_keys: int64 (b, 2), for the dropout in the transformer; None drops nothing there.
         """
         rows, columns = self.grid(*spectrograms.shape[1:])
         p, count = self.patch_size, rows * columns
@@ -142,7 +143,7 @@ class AudioTransformer(nn.Module):
             patches = patches.gather(1, repeat(indices, "b n -> b n pixels", pixels=p * p))
             positions = positions[indices]
         x = self.embed(patches)
-        outputs = self.transformer(x + positions.to(x.dtype), self.relative_bias(indices, rows, columns), keys)
+        outputs = self.transformer(x + positions.to(x.dtype), self.relative_bias(indices, rows, columns), dropout_keys)
         pairs = zip(self.layers, self.norms, strict=True)
         return torch.stack([norm(outputs[layer].mean(dim=1)) for layer, norm in pairs], dim=1)
 

@@ -40,8 +40,8 @@ class MulanOutput(NamedTuple):
 
 
 class _ClampedExp(torch.autograd.Function):
-    """exp(min(logit_scale, ln 100)). The gradient is 0 only where gradient descent would raise a logit_scale that is
-    above ln 100."""
+    """exp(min(logit_scale, ln 100)). The gradient is that of exp at the clamped value; it is 0 only where gradient
+    descent would raise a logit_scale that is already above ln 100."""
 
     @staticmethod
     def forward(ctx: Any, logit_scale: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class MuLaN(Pretrained):
 
     Config = MuLaNConfig
     not_in_the_weights = MuLaNConfig.not_in_the_weights()
-    cut_before = ("text",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("text",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: MuLaNConfig) -> None:
         config.check()
@@ -104,7 +104,7 @@ class MuLaN(Pretrained):
         if not config.audio_tower and self.frontend.bands < config.patch_size:
             problem = f"patch_size {config.patch_size} is larger than"
             raise ValueError(f"{problem} the {self.frontend.bands} bands of a spectrogram")
-        self._check_clip()
+        self.clip_elements = self._count_clip_elements()
         self._check_caption()
         tower_options = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
         self.audio: AudioTransformer | PretrainedAudioTower
@@ -126,9 +126,9 @@ class MuLaN(Pretrained):
         self.logit_scale = nn.Parameter(torch.full((outputs,), float(config.init_logit_scale)))
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
 
-    def _check_clip(self) -> None:
-        """Set `clip_elements`, the number of tensor elements that a clip of clip_seconds takes at once: its samples,
-        its spectrum and its attention weights. Raise a ValueError if there are too many."""
+    def _count_clip_elements(self) -> int:
+        """The number of tensor elements that a clip of clip_seconds takes at once: its samples, its spectrum and its
+        attention weights. Raises ValueError if there are too many."""
         config, frames = self.config, self.frontend.num_frames(self.clip_samples)
         tower = config["audio_tower"]
         if tower and frames > tower["max_length"]:
@@ -136,26 +136,27 @@ class MuLaN(Pretrained):
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {limit}; use shorter clips")
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
         num_weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
-        self.clip_elements = self.clip_samples + frames * (config["n_fft"] + 2) + num_weights
+        num_elements = self.clip_samples + frames * (config["n_fft"] + 2) + num_weights
         dropout_elements = (_DROPOUT_ELEMENTS - 1) * num_weights if config["attn_dropout"] and not tower else 0
-        if self.clip_elements + dropout_elements >= _MAX_ELEMENTS:
+        if num_elements + dropout_elements >= _MAX_ELEMENTS:
             problem = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
             raise ValueError(
                 f"{problem} takes more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB, because attention compares each patch "
                 "with each: use shorter clips, a longer hop_length or a larger patch_size"
             )
+        return num_elements
 
     def _check_caption(self) -> None:
         """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
         config = self.config
         num_weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
         if config["attn_dropout"] and not config["text_tower"] and _DROPOUT_ELEMENTS * num_weights >= _MAX_ELEMENTS:
-            problem = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
-            raise ValueError(f"{problem} {4 * _MAX_ELEMENTS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
+            size = f"more than {4 * _MAX_ELEMENTS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or attn_dropout 0"
+            raise ValueError(f"a caption of max_text_tokens {config['max_text_tokens']} takes {size}")
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training needs the `keys` of `forward`."""
+        """Whether training needs the `dropout_keys` of `forward`."""
         config = self.config
         has_own_tower = not (config["audio_tower"] and config["text_tower"])
         return has_own_tower and max(config["attn_dropout"], config["ff_dropout"]) > 0
@@ -173,7 +174,7 @@ class MuLaN(Pretrained):
 
     def forward(
         self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None,
-        keys: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> MulanOutput:  # fmt: skip
         """Clips and their captions to unit vectors.
 
@@ -183,16 +184,16 @@ class MuLaN(Pretrained):
             lengths: int64 (b,), tokens of each caption.
             noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for no masks and no patch
                 dropout.
-            keys: int64 (b, 2) in [0, 2^32), one key for the dropout of each pair; None for no dropout of attention and
+            dropout_keys: int64 (b, 2) in [0, 2^32), one key for each pair; None for no dropout of attention and
                 feed-forwards.
 
         Raises:
             ValueError: a shape that does not match these.
         """
-        if keys is not None and keys.shape != (len(waveforms), 2):
-            raise ValueError(f"keys of shape {tuple(keys.shape)}: {len(waveforms)} pairs take ({len(waveforms)}, 2)")
-        audio_keys, text_keys = (None, None) if keys is None else (derive_keys(keys, 0), derive_keys(keys, 1))
-        audio = self._audio_latents(waveforms, noise, audio_keys)
+        if dropout_keys is not None and dropout_keys.shape != (count := len(waveforms), 2):
+            raise ValueError(f"dropout_keys of shape {tuple(dropout_keys.shape)}: {count} pairs take ({count}, 2)")
+        audio_keys, text_keys = (None if dropout_keys is None else derive_keys(dropout_keys, part) for part in (0, 1))
+        audio = self._encode_audio(waveforms, noise, audio_keys)
         text = self.text_latents(self.text(tokens, lengths, text_keys))
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
@@ -200,7 +201,7 @@ class MuLaN(Pretrained):
 
     def encode_audio(self, waveforms: Tensor) -> Tensor:
         """Waveforms (b, n) in [-1, 1] at sample_rate, of any length -> unit vectors (b, dim_latent)."""
-        return self._audio_latents(waveforms, None)[:, 0]
+        return self._encode_audio(waveforms, None)[:, 0]
 
     def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Tokens int64 (b, t), of which the first ``lengths`` (b,) of a row count -> unit vectors (b, dim_latent)."""
@@ -211,7 +212,7 @@ class MuLaN(Pretrained):
         or powers, at least 0."""
         return self.frontend(waveforms)
 
-    def _audio_latents(self, waveforms: Tensor, noise: Tensor | None, keys: Tensor | None = None) -> Tensor:
+    def _encode_audio(self, waveforms: Tensor, noise: Tensor | None, dropout_keys: Tensor | None = None) -> Tensor:
         spectrograms = self.audio.crop(self.frontend(waveforms))
         if noise is not None:
             expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
@@ -221,7 +222,7 @@ class MuLaN(Pretrained):
                 raise ValueError(f"noise of shape {tuple(noise.shape)}: {problem}; {hint}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
             spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
-        return self.audio_latents(self.audio(spectrograms, noise, keys))
+        return self.audio_latents(self.audio(spectrograms, noise, dropout_keys))
 
     def _noise_size(self, samples: int) -> int:
         rows, columns = self.audio.grid(self.frontend.bands, self.frontend.num_frames(samples))

@@ -20,7 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from tandem.config.models.towers import AUDIO_KINDS, FIELDS, SAMPLE_RATE, TEXT_KINDS, first_position, max_tokens
 from tandem.io.installed import missing_package
 from tandem.models.layers.attention import SDPA_KERNELS, at_least_fp32, output_layers
-from tandem.models.layers.recompute import recomputed
+from tandem.models.layers.recompute import recompute_in_backward
 
 from .log_mel import check_waveforms
 from .text_transformer import mask_tokens
@@ -31,7 +31,7 @@ _LOWEST_HZ, _PREEMPHASIS = 20.0, 0.97
 _MIN_ENERGY = 2.0**-23  # energies are raised to this, fp32's epsilon
 
 
-def transformers() -> Any:
+def import_transformers() -> Any:
     """The package, with an attention "tandem" registered, whose kernels give the same bits with and without a graph.
     Raises ValueError, in one line, if it is not installed."""
     try:
@@ -56,7 +56,7 @@ def get_constructor(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]
     """For the configuration of a tower, the class of transformers' model, and the arguments of its constructor: its
     configuration, and keyword arguments."""
     with torch.device("cpu"):  # modules create constants when they are imported
-        model_class = getattr(transformers(), _CLASSES[config["model_type"]])
+        model_class = getattr(import_transformers(), _CLASSES[config["model_type"]])
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
     fields = {name: config[name] for name in FIELDS if name in config}
     options = {"add_pooling_layer": False} if "type_vocab_size" in config else {}
@@ -65,7 +65,14 @@ def get_constructor(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]
 
 class _Tower(nn.Module):
     """The base of both kinds of towers. The weights of `encoder` come from a file. The `norms` of the layers below the
-    last are trained even if the tower is frozen."""
+    last are trained even if the tower is frozen.
+
+    Args:
+        num_lower: Number of layers below the last whose outputs are returned, too.
+        recompute: In training, compute each layer again in the backward pass instead of keeping its activations.
+        spacing: See `output_layers`.
+        frozen: Give the weights of `encoder` no gradient.
+    """
 
     def __init__(self, config: Mapping[str, Any], num_lower: int, recompute: bool, spacing: str, frozen: bool) -> None:
         super().__init__()
@@ -76,7 +83,7 @@ class _Tower(nn.Module):
             self.encoder.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
             for module in self.encoder.modules():
                 if hasattr(module, "_gradient_checkpointing_func"):
-                    module._gradient_checkpointing_func = partial(recomputed, when=True)
+                    module._gradient_checkpointing_func = partial(recompute_in_backward, when=True)
         for module in self.encoder.modules():
             module.register_forward_pre_hook(_view_inputs)
         self.layers = output_layers(config["num_hidden_layers"], num_lower, spacing)
@@ -109,13 +116,13 @@ class PretrainedTextTower(_Tower):
         frozen: Give the weights no gradient.
     """
 
-    def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
-        super().__init__(config, below, recompute, spacing, frozen)
+    def __init__(self, config: Mapping[str, Any], num_lower: int, recompute: bool, spacing: str, frozen: bool) -> None:
+        super().__init__(config, num_lower, recompute, spacing, frozen)
         self.is_clip, self.vocab_size = config["model_type"] == "clip_text_model", config["vocab_size"]
         self.max_tokens, self.first_position = max_tokens(config), first_position(config)
 
-    def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
-        """As that of `TextTransformer`; the keys are not used."""
+    def forward(self, tokens: Tensor, lengths: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """As that of `TextTransformer`; the dropout_keys are not used."""
         tokens, is_token = mask_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         row_indices = torch.arange(len(tokens), device=tokens.device)
@@ -141,8 +148,8 @@ class PretrainedAudioTower(_Tower):
         frozen: Give the weights no gradient.
     """
 
-    def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
-        super().__init__(config, below, recompute, spacing, frozen)
+    def __init__(self, config: Mapping[str, Any], num_lower: int, recompute: bool, spacing: str, frozen: bool) -> None:
+        super().__init__(config, num_lower, recompute, spacing, frozen)
         self.frames = config["max_length"]
         self.silence = -config["mean"] / (2 * config["std"])  # a log energy of 0, normalised
 
@@ -154,9 +161,9 @@ class PretrainedAudioTower(_Tower):
         """The part of spectrograms (b, bands, frames) that the tower takes: up to config["max_length"] frames."""
         return spectrograms[..., : self.frames]
 
-    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Spectrograms (b, bands, frames) of `Fbank` -> (b, 1 + layers below, dim), [:, 0] that of the final output.
-        Noise and keys are not used."""
+    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
+        """Spectrograms (b, bands, frames) of `Fbank` -> (b, 1 + num_lower, dim), [:, 0] that of the final output.
+        Noise and dropout_keys are not used."""
         x = self.crop(spectrograms)
         x = F.pad(x, (0, self.frames - x.shape[-1]), value=self.silence).mT
         x = x.to(self.encoder.embeddings.position_embeddings.dtype)
@@ -170,7 +177,7 @@ class Fbank:
 
     All clips are computed at once, on their device; the extractor takes 50 ms of a CPU for a clip of 10 s. Always in
     fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. It has the interface of
-    `log_mel.Spectrogram`, and is no module for the same reason.
+    `log_mel.Spectrogram`, and like it is no module with buffers, because some backends cast buffers.
 
     Args:
         config: That of a `PretrainedAudioTower`; "num_mel_bins", "mean" and "std" are used.
@@ -208,7 +215,7 @@ class Fbank:
         """The window (400,) and the filters (257, bands), made once for each device and dtype."""
         key = device, dtype
         if key not in self._constants:
-            transformers()
+            import_transformers()
             from transformers.audio_utils import mel_filter_bank
 
             with warnings.catch_warnings():

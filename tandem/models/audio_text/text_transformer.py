@@ -23,7 +23,7 @@ class TextTransformer(nn.Module):
         super().__init__()
         dim = config.text_dim
         self.vocab_size, self.max_tokens = config.vocab_size, config.max_text_tokens
-        self.pad = 0 if config.layout == "musiclm" else None
+        self.pad_token = 0 if config.layout == "musiclm" else None
         self.tokens = nn.Embedding(self.vocab_size, dim)
         self.positions = nn.Embedding(self.max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))
@@ -33,12 +33,12 @@ class TextTransformer(nn.Module):
         for weight in (self.tokens.weight, self.positions.weight, self.cls):
             nn.init.normal_(weight, std=_INIT_STD)
 
-    def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
+    def forward(self, tokens: Tensor, lengths: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Tokens int64 (b, t) -> features (b, 1 + hierarchical_layers, dim); [:, 0] are those of the final output.
 
         Args:
             lengths: int64 (b,), number of tokens of each caption. Tokens beyond it are ignored.
-            keys: int64 (b, 2), the keys of the dropout in the transformer; None drops nothing.
+            dropout_keys: int64 (b, 2), for the dropout in the transformer; None drops nothing.
 
         Raises:
             ValueError: tokens or lengths of another shape, more than max_tokens columns or, on the CPU, a token outside
@@ -47,13 +47,13 @@ class TextTransformer(nn.Module):
         """
         tokens, is_token = mask_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        if self.pad is not None:
-            is_token = is_token & (tokens != self.pad)
+        if self.pad_token is not None:
+            is_token = is_token & (tokens != self.pad_token)
         x = self.tokens(tokens) + self.positions(positions)
         x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
-        hidden = torch.zeros(is_token.shape, dtype=x.dtype, device=x.device).masked_fill(~is_token, float("-inf"))
-        bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
-        outputs = self.transformer(x, bias, keys)
+        bias = torch.zeros(is_token.shape, dtype=x.dtype, device=x.device).masked_fill(~is_token, float("-inf"))
+        bias = nn.functional.pad(bias, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
+        outputs = self.transformer(x, bias, dropout_keys)
         pairs = zip(self.layers, self.norms, strict=True)
         return torch.stack([norm(outputs[layer][:, 0]) for layer, norm in pairs], dim=1)
 

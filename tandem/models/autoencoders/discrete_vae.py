@@ -30,7 +30,7 @@ class VAEOutput(NamedTuple):
 
 
 class Codebook(nn.Embedding):
-    """Looks entries (D,) of a codebook up by code, or mixes them by weights.
+    """The K entries (D,) of a codebook: looked up by code, or averaged with weights.
 
     Both are calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module when the module is called.
     """
@@ -56,7 +56,7 @@ class DiscreteVAE(Pretrained):
     _mean: Tensor
     _std: Tensor
 
-    cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("decoder",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: DiscreteVAEConfig) -> None:
         super().__init__(config)
@@ -164,8 +164,8 @@ class DiscreteVAE(Pretrained):
         x = channels_last(x.to(self._mean.dtype))  # the weights may have been cast to half precision
         for layer in layers:
             x = layer(x)
-        # With K = 8192 the speed of softmax and codebook is that of the memory. Logits whose last axis is contiguous
-        # save both a quarter of their time, forward and backward.
+        # With K = 8192, memory bandwidth limits the softmax and the codebook. Logits whose last axis is contiguous save
+        # both a quarter of their time, forward and backward.
         return rearrange(to_logits(channels_last(x)), "b k h w -> b h w k")
 
     def _relax(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:

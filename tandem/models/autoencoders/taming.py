@@ -111,44 +111,54 @@ def make_body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         raise ValueError(f"num_resnet_blocks {list(config.num_resnet_blocks)}: body taming has one number, 1 or more")
     if not config.normalize_input:
         raise ValueError("body taming sees images in [-1, 1]: leave --no-normalize_input out")
-    norm = partial(NormSwish, groups)
-    widths = [config.dim * multiple for multiple in config.ch_mult]
     quantizer = make_quantizer(config)
     z_channels = config.z_channels or quantizer.dim
     if not config.quant_conv and z_channels != quantizer.dim:
         raise ValueError(f"z_channels {z_channels} without quant_conv: give {quantizer.dim}, those of a code")
-    encoder: OrderedDict[str, nn.Module] = OrderedDict(conv_in=nn.Conv2d(config.channels, config.dim, 3, padding=1))
-    channels = config.dim
-    for level, width in enumerate(widths):
-        for number in range(blocks):
-            encoder[f"down_{level}_block_{number}"] = ResnetBlock(channels, width, norm)
-            channels = width
-            if level in attention_levels:
-                encoder[f"down_{level}_attn_{number}"] = AttentionBlock(width, norm)
-        if level < levels - 1:
-            encoder[f"down_{level}_downsample"] = Downsample(width)
-    encoder |= _make_middle(channels, norm)
     num_moments = quantizer.in_dim // quantizer.dim  # 2 for a Gaussian: its mean and its log variance
-    encoder["norm_out"] = norm(channels)
-    encoder["conv_out"] = nn.Conv2d(channels, num_moments * z_channels, 3, padding=1)
-
+    encoder = _make_encoder(config, num_moments * z_channels)
     decoder: OrderedDict[str, nn.Module] = OrderedDict()
     if config.quant_conv:
         encoder["quant_conv"] = nn.Conv2d(num_moments * z_channels, quantizer.in_dim, 1)
         decoder["post_quant_conv"] = nn.Conv2d(quantizer.dim, z_channels, 1)
-    decoder["conv_in"] = nn.Conv2d(z_channels, channels, 3, padding=1)
+    decoder |= _make_decoder(config, z_channels)
+    return nn.Sequential(encoder), quantizer, nn.Sequential(decoder)
+
+
+def _make_encoder(config: VQGANConfig, channels_out: int) -> OrderedDict[str, nn.Module]:
+    """Layers by name: images (b, c, h, w) -> (b, channels_out, h', w')."""
+    norm, channels = partial(NormSwish, config.norm_groups), config.dim
+    encoder: OrderedDict[str, nn.Module] = OrderedDict(conv_in=nn.Conv2d(config.channels, channels, 3, padding=1))
+    for level, multiple in enumerate(config.ch_mult):
+        for number in range(config.num_resnet_blocks[0]):
+            encoder[f"down_{level}_block_{number}"] = ResnetBlock(channels, config.dim * multiple, norm)
+            channels = config.dim * multiple
+            if level in (config.attention_levels or ()):
+                encoder[f"down_{level}_attn_{number}"] = AttentionBlock(channels, norm)
+        if level < len(config.ch_mult) - 1:
+            encoder[f"down_{level}_downsample"] = Downsample(channels)
+    encoder |= _make_middle(channels, norm)
+    encoder["norm_out"] = norm(channels)
+    encoder["conv_out"] = nn.Conv2d(channels, channels_out, 3, padding=1)
+    return encoder
+
+
+def _make_decoder(config: VQGANConfig, channels_in: int) -> OrderedDict[str, nn.Module]:
+    """Layers by name: (b, channels_in, h', w') -> images (b, c, h, w)."""
+    norm, channels = partial(NormSwish, config.norm_groups), config.dim * config.ch_mult[-1]
+    decoder: OrderedDict[str, nn.Module] = OrderedDict(conv_in=nn.Conv2d(channels_in, channels, 3, padding=1))
     decoder |= _make_middle(channels, norm)
-    for level, width in reversed([*enumerate(widths)]):
-        for number in range(blocks + 1):
-            decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, width, norm)
-            channels = width
-            if level in attention_levels:
-                decoder[f"up_{level}_attn_{number}"] = AttentionBlock(width, norm)
+    for level, multiple in reversed([*enumerate(config.ch_mult)]):
+        for number in range(config.num_resnet_blocks[0] + 1):
+            decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, config.dim * multiple, norm)
+            channels = config.dim * multiple
+            if level in (config.attention_levels or ()):
+                decoder[f"up_{level}_attn_{number}"] = AttentionBlock(channels, norm)
         if level:
-            decoder[f"up_{level}_upsample"] = Upsample(width)
+            decoder[f"up_{level}_upsample"] = Upsample(channels)
     decoder["norm_out"] = norm(channels)
     decoder["conv_out"] = nn.Conv2d(channels, config.channels, 3, padding=1)
-    return nn.Sequential(encoder), quantizer, nn.Sequential(decoder)
+    return decoder
 
 
 def _make_middle(channels: int, norm: Norm) -> OrderedDict[str, nn.Module]:

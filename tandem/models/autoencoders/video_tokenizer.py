@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tandem.config.models.autoencoders import VideoTokenizerConfig
 from tandem.models.layers.convolutional import Autoencoder, check_codes, check_range
-from tandem.models.layers.recompute import recomputed
+from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.layers.video.blocks import (
     check_frames,
     check_options,
@@ -65,7 +65,7 @@ class VideoTokenizer(Autoencoder):
     Config = VideoTokenizerConfig
     not_in_the_weights = VideoTokenizerConfig.not_in_the_weights()
     channels = 3  # RGB
-    cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("decoder",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__(config)
@@ -78,9 +78,9 @@ class VideoTokenizer(Autoencoder):
 
         self.quantizer = make_quantizer(config)
         encoder, decoder, dim = make_layers(config, self.quantizer.dim)
-        patch_dim, edge_options = self.channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
-        conv_in = EdgeConv(patch_dim, config.init_dim, config.input_kernel, *edge_options)
-        conv_out = EdgeConv(config.init_dim, patch_dim, config.output_kernel, *edge_options)
+        patch_dim, conv_options = self.channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
+        conv_in = OuterConv(patch_dim, config.init_dim, config.input_kernel, *conv_options)
+        conv_out = OuterConv(config.init_dim, patch_dim, config.output_kernel, *conv_options)
         layers_in, layers_out = (Stack(layers, config.gradient_checkpointing) for layers in (encoder, decoder))
         norm_out = RMSNorm(config.init_dim) if config.norm == "rms" else None
         patches = (config.patch_size, config.patch)
@@ -207,10 +207,10 @@ class VideoTokenizer(Autoencoder):
                 module.repeat_frames()
             elif isinstance(gain := getattr(module, "past_gain", None), nn.Parameter):
                 gain.zero_()
-        for edge in (self.encoder.conv_in, self.decoder.conv_out):
-            if edge.first is not None:  # images trained `first` alone
-                edge.conv.weight[:, :, -1:] = edge.first.weight
-                edge.conv.bias.copy_(edge.first.bias)  # type: ignore[union-attr, arg-type]
+        for outer in (self.encoder.conv_in, self.decoder.conv_out):
+            if outer.first is not None:  # images trained `first` alone
+                outer.conv.weight[:, :, -1:] = outer.first.weight
+                outer.conv.bias.copy_(outer.first.bias)  # type: ignore[union-attr, arg-type]
 
     def _latents(self, videos: Tensor) -> Iterable[Tensor]:
         """Latents (b, d, f', h', w') before quantization: one chunk in train mode, chunks of frames in eval mode."""
@@ -245,12 +245,12 @@ class VideoTokenizer(Autoencoder):
         return rearrange(codes, "b (f h w) -> b f h w", h=side, w=side)
 
 
-class EdgeConv(nn.Module):
-    """The encoder's first or the decoder's last convolution, k x k x k and causal.
+class OuterConv(nn.Module):
+    """The outermost convolution, causal, k x k x k: the encoder's first or the decoder's last one.
 
     Args:
-        separate_first_frame: The first frame has a convolution of its own, 1 x k x k. The outputs of other frames may
-            depend on the first one nevertheless.
+        separate_first_frame: The first frame has a convolution of its own, 1 x k x k. The outputs of later frames still
+            depend on the first frame.
     """
 
     def __init__(self, fan_in: int, fan_out: int, kernel: int, pad_mode: str, separate_first_frame: bool) -> None:
@@ -264,17 +264,17 @@ class EdgeConv(nn.Module):
         out = self.conv(x, context)
         if self.first is None or not context.is_start:
             return out
-        # An image needs nothing of `out`, so the weights of `self.conv` get a gradient of zeros. Without the call they
-        # would get no gradient, which not every backend treats like zeros.
+        # `self.conv` is called for an image, too, which needs nothing of `out`: its weights get a gradient of zeros.
+        # Without the call they would get no gradient, which not every backend treats like zeros.
         return torch.cat([self.first(x[:, :, :1], context), out[:, :, 1:]], dim=2)
 
     def weight_gradient(self, x: Tensor, output_gradient: Tensor) -> Tensor:
         """A loss's gradient (n,) with respect to the weights of `conv` and `first`; see `CausalConv3d`."""
         if self.first is None:
             return self.conv.weight_gradient(x, output_gradient).flatten()
-        rest_gradient = F.pad(output_gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))
+        later_gradient = F.pad(output_gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))  # 0 for the first frame
         gradients = (
-            self.conv.weight_gradient(x, rest_gradient),
+            self.conv.weight_gradient(x, later_gradient),
             self.first.weight_gradient(x[:, :, :1], output_gradient[:, :, :1]),
         )
         return torch.cat([gradient.flatten() for gradient in gradients])
@@ -293,7 +293,7 @@ class Stack(nn.ModuleList):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         for layer in self:
-            x = recomputed(layer, x, context, when=self.recompute and self.training)
+            x = recompute_in_backward(layer, x, context, when=self.recompute and self.training)
         return x
 
 
@@ -308,7 +308,7 @@ class _VideoEncoder(nn.Module):
     """
 
     def __init__(
-        self, conv_in: EdgeConv, layers: Stack, dim: int, dim_latent: int, patch: tuple[int, str]
+        self, conv_in: OuterConv, layers: Stack, dim: int, dim_latent: int, patch: tuple[int, str]
     ) -> None:  # fmt: skip
         super().__init__()
         self.patch, self.conv_in, self.layers = patch, conv_in, layers
@@ -329,13 +329,13 @@ class _VideoDecoder(nn.Module):
     Args:
         layers: As `make_layers` gives them.
         dim: Channels before the layers.
-        norm: It and a SiLU precede the last convolution; with None nothing does.
+        norm: This norm and a SiLU precede the last convolution; None: neither of them.
         conv_out: To the channels of a patch.
         patch: Side and kind of the patches.
     """
 
     def __init__(
-        self, dim_latent: int, dim: int, layers: Stack, norm: RMSNorm | None, conv_out: EdgeConv,
+        self, dim_latent: int, dim: int, layers: Stack, norm: RMSNorm | None, conv_out: OuterConv,
         patch: tuple[int, str],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -357,14 +357,14 @@ class _VideoDecoder(nn.Module):
 def to_patches(x: Tensor, size: int, kind: str) -> Tensor:
     """(b, c, f, h, w) -> (b, c x size^2, f, h / size, w / size), orthonormal.
 
-    ``pixels`` moves pixels. ``haar`` is log2(size) levels of the 2 x 2 Haar transform of all channels: of the pixels
-    a b / c d, (a + b + c + d) / 2, (a - b + c - d) / 2, (a + b - c - d) / 2 and (a - b - c + d) / 2, in blocks of
-    channels in this order.
+    ``pixels`` moves the pixels of a patch to channels. ``haar`` is log2(size) levels of the 2 x 2 Haar transform of all
+    channels: pixels a b / c d become (a + b + c + d) / 2, (a - b + c - d) / 2, (a + b - c - d) / 2 and
+    (a - b - c + d) / 2, in blocks of channels in this order.
     """
     if kind == "pixels":
         return rearrange(x, "b c f (h p) (w q) -> b (p q c) f h w", p=size, q=size)
     while size > 1:
-        x, size = _hadamard(rearrange(x, "b c f (h p) (w q) -> (p q) b c f h w", p=2, q=2), dim=1), size // 2
+        x, size = _haar(rearrange(x, "b c f (h p) (w q) -> (p q) b c f h w", p=2, q=2), dim=1), size // 2
     return x
 
 
@@ -373,12 +373,12 @@ def from_patches(x: Tensor, size: int, kind: str) -> Tensor:
     if kind == "pixels":
         return rearrange(x, "b (p q c) f h w -> b c f (h p) (w q)", p=size, q=size)
     while size > 1:
-        corners = _hadamard(rearrange(x, "b (k c) f h w -> k b c f h w", k=4), dim=0)
+        corners = _haar(rearrange(x, "b (k c) f h w -> k b c f h w", k=4), dim=0)
         x, size = rearrange(corners, "(p q b) c f h w -> b c f (h p) (w q)", p=2, q=2), size // 2
     return x
 
 
-def _hadamard(corners: Tensor, dim: int) -> Tensor:
+def _haar(corners: Tensor, dim: int) -> Tensor:
     """Four tensors (4, b, ...) -> their 2 x 2 Haar transform, which is its own inverse, concatenated along ``dim``."""
     a, b, c, d = corners
     top, top_slope, bottom, bottom_slope = a + b, a - b, c + d, c - d

@@ -25,7 +25,7 @@ from tandem.models.layers.convolutional import (
     group_norm,
     leaky_relu,
 )
-from tandem.models.layers.recompute import recomputed
+from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.gaussian import compute_scale
 
@@ -63,7 +63,7 @@ class VQGAN(Autoencoder):
 
     Config = VQGANConfig
     not_in_the_weights = VQGANConfig.not_in_the_weights()
-    cut_before = ("quantizer",)  # see tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("quantizer",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(config)
@@ -202,10 +202,10 @@ class VQGAN(Autoencoder):
         last.weight /= 2
 
     @classmethod
-    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], *arguments: Any, **options: Any) -> Self:
+    def from_weights(cls: type[Self], source: Path, config: Mapping[str, Any], *arguments: Any, **options: Any) -> Self:
         # A folder without this argument holds a model whose input is not normalized.
         config = {"normalize_input": False, **without_measured_scale(config)}
-        return super().with_weights(source, config, *arguments, **options)
+        return super().from_weights(source, config, *arguments, **options)
 
     def latent_shape(self, side: int) -> tuple[int, int, int]:
         """[d, h', w'] of the continuous latents of images of this side."""
@@ -235,7 +235,7 @@ class VQGAN(Autoencoder):
     def _apply_layers(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
         for layer in layers:
             is_convolution = isinstance(layer, nn.Conv2d)  # has no activations but its input
-            x = recomputed(layer, x, when=self.recompute and self.training and not is_convolution)
+            x = recompute_in_backward(layer, x, when=self.recompute and self.training and not is_convolution)
         return x
 
 

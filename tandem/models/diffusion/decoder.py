@@ -75,7 +75,7 @@ class Decoder(Pretrained):
             check_multiple(f"image_sizes of Unet {number}:", size, self.unet(number - 1).smallest_multiple)
 
     def unet(self, index: int) -> Unet:
-        """A Unet, from 0."""
+        """Unet number ``index``, from 0."""
         return cast(Unet, self.unets[index])
 
     @property
@@ -89,11 +89,11 @@ class Decoder(Pretrained):
         return other
 
     def schedule(self, index: int) -> Schedule:
-        """The schedule of a Unet, from 0, on the device of the weights."""
+        """The schedule of Unet number ``index``, from 0, on the device of the weights."""
         return self._on_device(self.schedules, index)
 
     def lowres_schedule(self) -> Schedule | None:
-        """The schedule of the noise on low-resolution pictures, on the device of the weights; None if they get none."""
+        """The schedule of the noise on low-resolution pictures, on the device of the weights; None if there is none."""
         return self._on_device(self._lowres_schedules, 0) if self._lowres_schedules else None
 
     def _on_device(self, schedules: list[Schedule], index: int) -> Schedule:
@@ -102,7 +102,8 @@ class Decoder(Pretrained):
         return schedules[index]
 
     def picture_shape(self, index: int, crop: int = 0) -> tuple[int, int, int]:
-        """(c, s, s) of the pictures that a Unet, from 0, is trained on: crops of side ``crop``; 0: whole ones.
+        """(c, s, s) of the pictures that Unet number ``index``, from 0, is trained on: crops of side ``crop``, or whole
+        pictures if that is 0.
 
         Raises:
             ValueError: one line, if there are no such crops, or the Unet does not take them.
@@ -143,7 +144,7 @@ class Decoder(Pretrained):
     def sample(
         self,
         conditions: Mapping[str, Tensor],
-        draw: Callable[[int], NoiseSource],
+        noise_sources: Callable[[int], NoiseSource],
         sampling: Sampling | None = None,
         *,
         batch: int,
@@ -161,17 +162,17 @@ class Decoder(Pretrained):
 
         Args:
             conditions: "image_embed" (b, d) and "text_encodings" (b, L, d'), those that the Unets take.
-            draw: Number of a Unet from 0 -> source of noise on the device. The noise of a picture should depend on the
-                key of this picture alone, so that no picture depends on the others.
+            noise_sources: Number of a Unet from 0 -> source of noise on the device. A picture's noise should depend on
+                the key of this picture alone, so that no picture depends on the others.
             batch: Number of pictures b.
-            start_at, stop_at: First and last Unet, from 1. `images` (b, c, s', s') in [0, 1] are the pictures of the
-                one before the first.
+            start_at, stop_at: First and last Unet, from 1; None: the last one of the decoder.
+            images: (b, c, s', s') in [0, 1], the pictures of the Unet before the first one; None if that is Unet 1.
             inpaint_image, inpaint_mask: Images (b, c, s, s) in [0, 1], and bool (b, s, s), True where they stay; any s.
             resample_times: See `Inpaint`.
             guide: A weaker decoder to guide away from (autoguidance), with as many Unets, of the same sizes and noise
                 levels, that take no other conditions. It has no effect where `sampling.cond_scale` is 1.
-            on_step: Called with the steps that a Unet has made and those it will make.
-            on_pictures: Called with the pictures (b, c, s', s') in [0, 1] of each Unet, the last one's too.
+            on_step: Called after each step of a Unet with the number of its steps so far and that of all its steps.
+            on_pictures: Called with the pictures (b, c, s', s') in [0, 1] of each Unet, also of the last one.
 
         Raises:
             ValueError: one line, if arguments do not fit the decoder.
@@ -192,7 +193,7 @@ class Decoder(Pretrained):
                 check_images(value, CHANNELS)
         pictures = None if images is None else images * 2 - 1
         for index in range(start_at - 1, stop_at):
-            side, schedule, source = self.image_sizes[index], self.schedule(index), draw(index)
+            side, schedule, source = self.image_sizes[index], self.schedule(index), noise_sources(index)
             shape, scale = (CHANNELS, side, side), _value_for_unet(sampling.cond_scale, index)
             lowres = self._lowres_inputs(pictures, side, source) if index else {}
             inpaint = None
@@ -231,7 +232,7 @@ class Decoder(Pretrained):
         return {"lowres_image": schedule.add_noise(image, noise, times), "lowres_time": times}
 
     def _denoiser(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
-        """The estimator of Unet number ``index``, from 0, on those of the conditions that the Unet takes."""
+        """The estimate by Unet number ``index``, from 0, from those of the conditions that the Unet takes."""
         unet, schedule, objective = self.unet(index), self.schedule(index), self.objectives[index]
         inputs = {name: value for name, value in conditions.items() if getattr(unet.spec, CONDITIONS[name])}
         inputs |= {name: x for name, x in lowres.items() if name != "lowres_time" or unet.spec.lowres_noise_cond}

@@ -92,7 +92,7 @@ def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
         )
 
 
-class Losses(NamedTuple):
+class DiffusionLossOutput(NamedTuple):
     """Losses of each picture, (b,) each."""
 
     weighted: Tensor  # the weighted squared error, which is trained on
@@ -127,8 +127,8 @@ class DiffusionLoss:
 
     def __call__(
         self, network: Callable[..., Tensor], x0: Tensor, conditions: Mapping[str, Tensor], *, times: Tensor,
-        noise: Tensor, lowres_time: Tensor | None = None, lowres_noise: Tensor | None = None, **keep: Tensor,
-    ) -> Losses:  # fmt: skip
+        noise: Tensor, lowres_time: Tensor | None = None, lowres_noise: Tensor | None = None, **keep_masks: Tensor,
+    ) -> DiffusionLossOutput:  # fmt: skip
         """Losses of pictures x0 (b, c, h, w) in [-1, 1].
 
         Args:
@@ -137,13 +137,13 @@ class DiffusionLoss:
             conditions: (b, ...), by the names of the network's arguments.
             times: int64 levels (b,).
             noise: Standard normal, like x0.
-            lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
+            lowres_time, lowres_noise: int64 levels (b,), and standard normal noise, which is added to "lowres_image".
                 In DALLE2-pytorch and `Decoder` levels are of "linear" with 1000 levels; sampling uses level 200.
-            keep: "keep_image" and "keep_text", bool (b,); False drops the condition.
+            keep_masks: "keep_image" and "keep_text", bool (b,); False drops the condition.
         """
         x = self.schedule.add_noise(x0, noise, times)
         alpha, sigma = self.schedule.at(times, x)
-        inputs = {**conditions, **keep}
+        inputs = {**conditions, **keep_masks}
         if lowres_time is not None:
             assert self._lowres_schedule is not None and lowres_noise is not None
             inputs["lowres_image"] = self._lowres_schedule.add_noise(inputs["lowres_image"], lowres_noise, lowres_time)
@@ -157,4 +157,4 @@ class DiffusionLoss:
         if self._variance is not None:
             x_start = predict_x_start(self.objective, prediction, x, alpha, sigma)
             bits = self._variance.bits(x0.to(x), x_start, variance_fraction(output[:, channels:]), times)
-        return Losses(error * self._weights[times].to(error.dtype), error, bits)
+        return DiffusionLossOutput(error * self._weights[times].to(error.dtype), error, bits)

@@ -1,7 +1,7 @@
 """Samplers: from noise to pictures along some of the noise levels.
 
-All are functions of an estimate D of the clean picture. The step from level t to the less noisy level s is, with
-r = SNR_t / SNR_s and the noise e = (x - alpha_t D) / sigma_t that D leaves in x,
+All are functions of the network's estimate D of the clean picture. The step from level t to the less noisy level s
+is, with r = SNR_t / SNR_s and the noise e = (x - alpha_t D) / sigma_t that D leaves in x,
 
     x_s = alpha_s D + sqrt(sigma_s^2 - c^2) e + d z,    z standard normal,
 
@@ -83,17 +83,20 @@ def apply_guidance(
 
 
 class Step(NamedTuple):
-    """Inputs of a sampler for the step from `now` to the less noisy `then`: the estimate at `now`; eta of ddim; fresh
-    noise; and the estimate of the previous step with the length of that step in half log SNR, None at the first step
-    and after added noise."""
+    """Inputs of a sampler for the step from `level` to the less noisy `next_level`."""
 
     x: Tensor
+    """(b, c, h, w), the noisy pictures at `level`."""
     estimate: Denoised
-    now: Level
-    then: Level
+    level: Level
+    next_level: Level
     eta: float
+    """Noise of ddim."""
     previous: tuple[Tensor, float] | None
+    """x_start of the previous step, and the length of that step in half log SNR; None at the first step and after noise
+    was added again."""
     draw: Callable[[], Tensor]
+    """Draws fresh noise."""
 
 
 def ddim(step: Step) -> Tensor:
@@ -104,19 +107,19 @@ def ddim(step: Step) -> Tensor:
 def ddpm(step: Step) -> Tensor:
     """Ho et al. 2020, Alg. 2, with the learned variance of Nichol and Dhariwal 2021, eq. 15, if there is one."""
     x_start, fraction = step.estimate
-    if fraction is None or step.then.number is None:
+    if fraction is None or step.next_level.number is None:
         return _step_towards(x_start, step, 1.0)
-    noise_factor = (step.now.sigma / step.then.sigma) ** fraction  # its square: (beta / b~)^f
+    noise_factor = (step.level.sigma / step.next_level.sigma) ** fraction  # its square: (beta / b~)^f
     return _step_towards(x_start, step, 1.0, noise_factor)
 
 
 def dpmpp_2m(step: Step) -> Tensor:
-    """DPM-Solver++(2M), Lu et al. 2022, Alg. 2: D + (D - D_before) / (2 r), where r is the length of the step before
-    over that of this step, in half log SNR; first order at the first and the last step and after SNR 0.
+    """DPM-Solver++(2M), Lu et al. 2022, Alg. 2: D + (D - D_previous) / (2 r), where r is the length of the previous
+    step over that of this step, in half log SNR; first order at the first and the last step and after SNR 0.
 
     1 / r is at most 1. Towards level 0, where estimates hardly change any more, the steps grow by a factor of up to 4
     (the cosine schedule in 20 steps), and the line would overshoot."""
-    x_start, length = step.estimate.x_start, _step_length(step.now, step.then)
+    x_start, length = step.estimate.x_start, _step_length(step.level, step.next_level)
     if step.previous is not None and not math.isinf(length) and not math.isinf(step.previous[1]):
         x_start = x_start + min(length / step.previous[1], 1.0) / 2 * (x_start - step.previous[0])
     return _step_towards(x_start, step)
@@ -124,13 +127,13 @@ def dpmpp_2m(step: Step) -> Tensor:
 
 def _step_towards(x_start: Tensor, step: Step, eta: float = 0.0, noise_factor: float | Tensor = 1.0) -> Tensor:
     """x_s of the formula at the top of this file; ``noise_factor`` is d / c."""
-    x, then = step.x, step.then
-    noise = (x - step.now.alpha * x_start) / step.now.sigma
-    if not eta or then.number is None:
-        return then.alpha * x_start + then.sigma * noise
-    fresh_share = -(eta**2) * math.expm1(step.now.log_snr - then.log_snr)  # c^2 / sigma_s^2
-    x = then.alpha * x_start + then.sigma * math.sqrt(1 - fresh_share) * noise
-    return x + then.sigma * math.sqrt(fresh_share) * noise_factor * step.draw()
+    level, next_level = step.level, step.next_level
+    noise = (step.x - level.alpha * x_start) / level.sigma
+    if not eta or next_level.number is None:
+        return next_level.alpha * x_start + next_level.sigma * noise
+    fresh_share = -(eta**2) * math.expm1(level.log_snr - next_level.log_snr)  # c^2 / sigma_s^2
+    x = next_level.alpha * x_start + next_level.sigma * math.sqrt(1 - fresh_share) * noise
+    return x + next_level.sigma * math.sqrt(fresh_share) * noise_factor * step.draw()
 
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpmpp_2m": dpmpp_2m}
@@ -146,11 +149,11 @@ class Inpaint:
     mask: Tensor
     resample_times: int = 5
 
-    def paste(self, x: Tensor, level: Level, draw: Draw, count: int) -> Tensor:
-        """x with the kept parts of the image, noisy as at this level. ``count``: number of the noise."""
+    def paste(self, x: Tensor, level: Level, draw: Draw, noise_step: int) -> Tensor:
+        """x with the kept parts of the image, noisy as at this level, by the noise number ``noise_step``."""
         image = self.image.to(x)
         if level.sigma:
-            image = level.alpha * image + level.sigma * draw("kept", count)
+            image = level.alpha * image + level.sigma * draw("kept", noise_step)
         return torch.where(self.mask, image, x)
 
 
@@ -167,7 +170,7 @@ def sample(
         x: Standard normal noise (b, c, h, w).
         draw: Further noise, for ddpm, ddim with eta, and inpainting.
         sampler: One of SAMPLERS.
-        steps: Number of levels that are visited.
+        steps: Number of levels that are visited, without the clean picture.
         eta: In [0, 1]: noise of ddim, 0 for none.
         threshold: Limits each estimate.
         inpaint: Pictures, and the parts of them to keep.
@@ -183,20 +186,21 @@ def sample(
     levels, noise_step, previous = sampling_levels(schedule, steps, sampler), 0, None
     if inpaint:
         x = inpaint.paste(x, levels[0], draw, noise_step)
-    for step_number, (now, then) in enumerate(itertools.pairwise(levels), start=1):
-        assert now.number is not None
-        num_repeats = inpaint.resample_times - 1 if inpaint and then.number is not None else 0
+    for step_number, (level, next_level) in enumerate(itertools.pairwise(levels), start=1):
+        assert level.number is not None
+        num_repeats = inpaint.resample_times - 1 if inpaint and next_level.number is not None else 0
         for remaining in range(num_repeats, -1, -1):
             noise_step += 1
-            estimate = denoise(x, now.number)
+            estimate = denoise(x, level.number)
             if threshold:
                 estimate = estimate._replace(x_start=threshold(estimate.x_start))
-            x = SAMPLERS[sampler](Step(x, estimate, now, then, eta, previous, lambda: draw("step", noise_step)))  # noqa: B023
-            previous = estimate.x_start, _step_length(now, then)
+            step = Step(x, estimate, level, next_level, eta, previous, lambda: draw("step", noise_step))  # noqa: B023
+            x = SAMPLERS[sampler](step)
+            previous = estimate.x_start, _step_length(level, next_level)
             if inpaint:
-                x = inpaint.paste(x, then, draw, noise_step)
+                x = inpaint.paste(x, next_level, draw, noise_step)
             if remaining:
-                x, previous = add_noise_again(x, then, now, draw("again", noise_step)), None
+                x, previous = add_noise_again(x, next_level, level, draw("again", noise_step)), None
         if on_step:
             on_step(step_number, len(levels) - 1)
     return x
@@ -237,7 +241,8 @@ def _karras_levels(log_snr: Tensor, steps: int) -> list[int]:
     num_levels = steps - len(first_level)
     targets = torch.linspace(root[-1].item(), root[0].item(), num_levels, dtype=torch.float64).flip(0)
     nearest = (targets.log()[:, None] - root.log()).abs().argmin(1)
-    positions = torch.arange(num_levels)  # from the clean end; each level's number is at least one above that before it
+    positions = torch.arange(num_levels)  # from the clean end
+    # The running maximum makes each level's number at least one larger than the one before it.
     numbers = positions + (nearest - positions).cummax(0).values.clamp_max(max(len(root) - num_levels, 0))
     return [*first_level, *numbers.flip(0).tolist()]
 
@@ -254,12 +259,12 @@ def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
     return (x_start / limit).clamp(-1, 1)
 
 
-def add_noise_again(x: Tensor, now: Level, noisier: Level, noise: Tensor) -> Tensor:
-    """x with the noise that the forward process adds between the level `now` and the level `noisier`."""
-    variance = -(noisier.sigma**2) * math.expm1(noisier.log_snr - now.log_snr)
-    return noisier.alpha / now.alpha * x + math.sqrt(variance) * noise
+def add_noise_again(x: Tensor, level: Level, noisier_level: Level, noise: Tensor) -> Tensor:
+    """x with the noise that the forward process adds between `level` and `noisier_level`."""
+    variance = -(noisier_level.sigma**2) * math.expm1(noisier_level.log_snr - level.log_snr)
+    return noisier_level.alpha / level.alpha * x + math.sqrt(variance) * noise
 
 
-def _step_length(now: Level, then: Level) -> float:
+def _step_length(level: Level, next_level: Level) -> float:
     """The length of a step, in half log SNR."""
-    return (then.log_snr - now.log_snr) / 2
+    return (next_level.log_snr - level.log_snr) / 2

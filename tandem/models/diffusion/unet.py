@@ -16,12 +16,12 @@ from tandem.config.models.decoder import UnetConfig
 from tandem.models.base import Pretrained
 from tandem.models.layers.attention import at_least_fp32
 from tandem.models.layers.convolutional import check_multiple, replicate_filters
-from tandem.models.layers.recompute import recomputed
+from tandem.models.layers.recompute import recompute_in_backward
 
 CHANNELS = 3  # of pictures
 TIME_TOKENS, IMAGE_TOKENS = 2, 4  # tokens into which a noise level and an image embedding are projected
 _KERNELS = (3, 7, 15)  # sizes in `CrossEmbed`, the first layer unless plain_init_conv
-_LONGEST_WAVE = 10_000  # noise levels in a radian of the slowest sinusoid
+_MAX_PERIOD = 10_000  # period of the slowest sinusoid over 2 pi, in noise levels
 _FEW_KEYS = 64  # below this, the CPU's fused attention is slow in bf16: see `_attend`
 _MIN_NORM = 1e-6  # shorter vectors are not scaled to length 1: their gradient would be unbounded
 
@@ -37,7 +37,7 @@ class Unet(Pretrained):
 
     def __init__(self, config: UnetConfig) -> None:
         super().__init__(config)
-        self.spec = config
+        self.spec = config  # the dataclass; `config` of `Pretrained` is a dict
         dim, cond_dim, hidden, widest = config.dim, config.cond_dim, 4 * config.dim, config.dim * config.dim_mults[-1]
 
         dim_in = CHANNELS * (1 + config.lowres_cond) + 2 * config.coordinates
@@ -57,9 +57,8 @@ class Unet(Pretrained):
             self.text_to_cond = nn.Linear(config.text_embed_dim, cond_dim)
             self.null_text_embed = nn.Parameter(torch.randn(1, config.max_text_len, cond_dim))
         levels = range(len(config.dim_mults))
-        self.norm_cond = (
-            nn.LayerNorm(cond_dim) if len(levels) > 1 else None
-        )  # no block of the finest level attends to tokens
+        # No block of the finest level attends to tokens.
+        self.norm_cond = nn.LayerNorm(cond_dim) if len(levels) > 1 else None
         self.norm_mid_cond = nn.LayerNorm(cond_dim)
 
         self.init_resnet_block = ResnetBlock(dim, dim, config) if config.memory_efficient else None
@@ -120,12 +119,12 @@ class Unet(Pretrained):
         if self.spec.image_embed_dim:
             image_tokens, image_hiddens = self._image_condition(len(x), image_embed, keep_image)
             tokens, t = torch.cat([tokens, image_tokens], dim=1), t + image_hiddens
-        inner = tokens
+        mid_tokens = tokens
         if self.spec.text_embed_dim:
-            inner = torch.cat([tokens, self._text_condition(len(x), text_encodings, keep_text)], dim=1)
-        inner = self.norm_mid_cond(inner)
-        outer = inner if self.norm_cond is None else self.norm_cond(tokens)
-        out = self._apply_levels(self.init_conv(torch.cat([*maps, *lowres], dim=1)), F.silu(t), outer, inner)
+            mid_tokens = torch.cat([tokens, self._text_condition(len(x), text_encodings, keep_text)], dim=1)
+        mid_tokens = self.norm_mid_cond(mid_tokens)
+        tokens = mid_tokens if self.norm_cond is None else self.norm_cond(tokens)
+        out = self._apply_levels(self.init_conv(torch.cat([*maps, *lowres], dim=1)), F.silu(t), tokens, mid_tokens)
         return at_least_fp32(self.to_out(torch.cat([out, *lowres], dim=1)))
 
     def _image_condition(self, batch: int, embed: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -149,26 +148,27 @@ class Unet(Pretrained):
         tokens = F.pad(self.text_to_cond(encodings.to(self.to_out.weight.dtype)), (0, 0, 0, num_missing))
         return torch.where(is_present[..., None], tokens, self.null_text_embed)
 
-    def _apply_levels(self, x: Tensor, t: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
+    def _apply_levels(self, x: Tensor, t: Tensor, tokens: Tensor, mid_tokens: Tensor) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w).
 
         Args:
             t: SiLU of the embedding of the noise level, (b, 4 dim).
-            outer, inner: Tokens to which the blocks of the levels attend, and those in the middle, (b, n, cond_dim).
+            tokens, mid_tokens: Tokens (b, n, cond_dim) to which the blocks of the levels attend, and those to which the
+                blocks in the middle attend.
         """
         recompute = self.spec.gradient_checkpointing and self.training
         first, skips = x, []
         if self.init_resnet_block is not None:
-            x = recomputed(self.init_resnet_block, x, t, when=recompute)
+            x = recompute_in_backward(self.init_resnet_block, x, t, when=recompute)
         for down in self.downs:
-            x, maps = down(x, t, outer, recompute)
+            x, maps = down(x, t, tokens, recompute)
             skips.append(maps)
-        x = recomputed(self.mid_block1, x, t, inner, when=recompute)
-        x = recomputed(self.mid_attn, x, when=recompute)
-        x = recomputed(self.mid_block2, x, t, inner, when=recompute)
+        x = recompute_in_backward(self.mid_block1, x, t, mid_tokens, when=recompute)
+        x = recompute_in_backward(self.mid_attn, x, when=recompute)
+        x = recompute_in_backward(self.mid_block2, x, t, mid_tokens, when=recompute)
         for up in self.ups:
-            x = up(x, skips.pop(), t, outer, recompute)
-        return recomputed(_apply_to_joined, self.final_resnet_block, x, first, t, None, when=recompute)
+            x = up(x, skips.pop(), t, tokens, recompute)
+        return recompute_in_backward(_apply_to_joined, self.final_resnet_block, x, first, t, None, when=recompute)
 
     def _check_inputs(self, x: Tensor, **inputs: Tensor | None) -> None:
         if x.dim() != 4 or x.shape[1] != CHANNELS or not x.is_floating_point():
@@ -215,13 +215,13 @@ class Down(nn.Module):
     def forward(self, x: Tensor, t: Tensor, tokens: Tensor, recompute: bool) -> tuple[Tensor, list[Tensor]]:
         """The level's output, and the maps after each block and after the attention, for the way up."""
         t, tokens = t.view_as(t), tokens.view_as(tokens)  # see `ResnetBlock`
-        x = recomputed(self.first, self.before(x), t, when=recompute)
+        x = recompute_in_backward(self.first, self.before(x), t, when=recompute)
         skips = []
         for block in self.blocks:
-            x = recomputed(block, x, t, tokens, when=recompute)
+            x = recompute_in_backward(block, x, t, tokens, when=recompute)
             skips.append(x)
         if self.attention is not None:
-            x = recomputed(self.attention, x, when=recompute)
+            x = recompute_in_backward(self.attention, x, when=recompute)
         return self.after(x), [*skips, x]
 
 
@@ -244,9 +244,9 @@ class Up(nn.Module):
         """The level's output. ``skips`` are the maps of the level on the way down."""
         t, tokens = t.view_as(t), tokens.view_as(tokens)
         for block, skip in zip((self.first, *self.blocks), reversed(skips), strict=True):
-            x = recomputed(_apply_to_joined, block, x, skip, t, tokens, when=recompute)
+            x = recompute_in_backward(_apply_to_joined, block, x, skip, t, tokens, when=recompute)
         if self.attention is not None:
-            x = recomputed(self.attention, x, when=recompute)
+            x = recompute_in_backward(self.attention, x, when=recompute)
         return self.after(x)
 
 
@@ -268,7 +268,8 @@ class Block(nn.Module):
 
 
 class ResnetBlock(nn.Module):
-    """A block with FiLM by the noise level, cross-attention if it ``attends``, a second block; and the input, added.
+    """x + block2(attention(block1(x))): the first block has FiLM by the noise level; cross-attention, with its own
+    residual, follows if the block ``attends``.
 
     A module of the Unet takes a view of each input that it uses more than once. The view adds up the gradients of these
     uses before other modules add theirs. Without it the order of the sum, and so its bits, would depend on hooks at the
@@ -436,7 +437,7 @@ def sinusoids(x: Tensor, dim: int) -> Tensor:
     """Numbers (b,) -> fp32 (b, dim): sines, then cosines of dim / 2 frequencies from 1 to 1 / 10000 (Vaswani et al.
     2017, section 3.5). Never in a lower precision: bf16 cannot tell apart the integers above 256."""
     steps = torch.arange(dim // 2, device=x.device, dtype=torch.float32)
-    angles = x.float()[:, None] * torch.exp(steps * -(math.log(_LONGEST_WAVE) / (dim // 2 - 1)))
+    angles = x.float()[:, None] * torch.exp(steps * -(math.log(_MAX_PERIOD) / (dim // 2 - 1)))
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
@@ -478,7 +479,7 @@ def _make_token_projection(dim_in: int, count: int, dim: int) -> nn.Sequential:
 
 
 def _apply_to_joined(block: ResnetBlock, x: Tensor, skip: Tensor, t: Tensor, tokens: Tensor | None) -> Tensor:
-    """A block of the concatenation of two maps. Recomputation keeps the two maps and not their concatenation."""
+    """The block, applied to two maps concatenated. Recomputation keeps the two maps and not their concatenation."""
     return block(torch.cat([x, skip], dim=1), t, tokens)
 
 
@@ -493,7 +494,6 @@ def _as_map(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Logits are q.k / sqrt(dim_head)."""
     # On CPUs the fused kernel takes 2 to 4 times as long as the formula for few keys in bf16, most of it backwards.
     is_slow = q.device.type == "cpu" and v.dtype == torch.bfloat16 and k.shape[-2] < _FEW_KEYS
     with sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext():

@@ -24,7 +24,7 @@ from tandem.io.published import read_state_dict
 from tandem.io.reading import READ_ERRORS, one_line, read_json
 from tandem.models.building import build_with_weights, check_arguments
 
-# Of the colours of OpenAI's training images, in [0, 1]; an open_clip_config.json may state others.
+# Of the colours, in [0, 1], of the images that OpenAI trained on; an open_clip_config.json may state others.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -36,7 +36,7 @@ class Clip(nn.Module):
         embed_dim: Width d of embeddings of images and of texts.
         text_shape: (L, text_dim): tokens of a text, and the width of the encoding of a token.
         tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
-        cosines: Keys of the result of `compared`.
+        cosines: Keys of the result of `pairs_to_compare`.
         file: The path of its weights.
         origin: {"name", "weights", "sha256"}, its identity for the config of a model that is trained with it: of files
             the names alone, because such a model may be published, and the SHA-256 of its weights.
@@ -151,7 +151,7 @@ class Clip(nn.Module):
         encodings = outputs[-1].float().masked_fill(is_padding[..., None], 0)
         return F.normalize(embeddings.float(), dim=-1), encodings
 
-    def compared(self, pictures: Tensor, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    def pairs_to_compare(self, pictures: Tensor, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
         """Pairs of unit vectors (n, d) for generated pictures (b, 3, h, w) in [0, 1]: clip_score, those of the pictures
         that have a caption and of their captions (Hessel et al. 2021); clip_image_score, those of the b pictures and of
         the batch's images."""

@@ -22,7 +22,7 @@ from tandem.models.building import build_with_weights
 I3D_DIM = 400  # classes of Kinetics-400
 SMALLEST_FRAMES = 9  # the last pooling takes 2 frames of ceil(f / 8)
 _SIDE = 224
-EPS = 1e-3  # of the batch normalisations, in its training and in the published graph of the distance
+EPS = 1e-3  # of the batch normalisations, as in I3D's training and in the TensorFlow graph of the published distance
 _PUBLISHED = "I3D: i3d_pretrained_400.pt of https://github.com/npurson/fid-metrics/releases/tag/v1.0 (50 MB)"
 
 # Channels of the convolutions of `_Mixed`, branch by branch; or kernel and stride of a pooling.

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dropout import derive_keys, dropout
-from .recompute import recomputed
+from .recompute import recompute_in_backward
 
 # Factor of the logits q.k, where q and k are unit vectors times their learned scales.
 LOGIT_SCALE = 8.0
@@ -64,7 +64,7 @@ class Attention(nn.Module):
             with sdpa_kernel(SDPA_KERNELS):
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=LOGIT_SCALE)
             return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
-        logits = at_least_fp32(q @ k.mT) * LOGIT_SCALE  # the dropout of PyTorch's kernels takes no mask
+        logits = at_least_fp32(q @ k.mT) * LOGIT_SCALE  # PyTorch's kernels take no dropout mask
         weights = (logits if mask is None else logits + mask).softmax(dim=-1)
         out = dropout(weights, self.rate, derive_keys(dropout_keys, 0)).to(v.dtype) @ v
         return dropout(self.to_out(rearrange(out, "b h n d -> b n (h d)")), self.rate, derive_keys(dropout_keys, 1))
@@ -117,7 +117,8 @@ class Transformer(nn.Module):
         outputs = []
         for index, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
             keys = None if dropout_keys is None else derive_keys(dropout_keys, index)
-            x = recomputed(_apply_layer, attention, feed_forward, x, bias, keys, when=self.recompute and self.training)
+            inputs = attention, feed_forward, x, bias, keys
+            x = recompute_in_backward(_apply_layer, *inputs, when=self.recompute and self.training)
             outputs.append(x)
         return outputs
 
@@ -130,16 +131,16 @@ def _apply_layer(
     return x + feed_forward(x, feed_forward_keys)
 
 
-def output_layers(depth: int, below: int, spacing: str) -> list[int]:
-    """Indices, from 0, of the layers whose outputs a tower returns: the last, then ``below`` lower ones, falling.
+def output_layers(depth: int, num_lower: int, spacing: str) -> list[int]:
+    """Indices, from 0, of the layers whose outputs a tower returns: the last, then ``num_lower`` lower ones, falling.
 
     Args:
-        below: Number of layers below the last, less than depth.
-        spacing: "last": those next to it. "even": floor(i depth / below) for i from below - 1 to 0, which begins at the
-            first layer (musiclm-pytorch 0.2.8, `interspersed_indices`), in fp32 as there, which makes a difference
-            beyond 25 layers.
+        num_lower: Number of layers below the last, less than depth.
+        spacing: "last": those next to the last. "even": floor(i depth / num_lower) for i from num_lower - 1 to 0, which
+            includes the first layer (musiclm-pytorch 0.2.8, `interspersed_indices`), in fp32 as there, which makes a
+            difference beyond 25 layers.
     """
     if spacing == "last":
-        return [depth - 1 - i for i in range(below + 1)]
-    even: list[int] = (torch.arange(below, device="cpu") * (depth / max(below, 1))).floor().long().tolist()
+        return [depth - 1 - i for i in range(num_lower + 1)]
+    even: list[int] = (torch.arange(num_lower, device="cpu") * (depth / max(num_lower, 1))).floor().long().tolist()
     return [depth - 1, *reversed(even)]

@@ -14,7 +14,7 @@ from tandem.flops import recomputation
 Result = TypeVar("Result")
 
 
-def recomputed(function: Callable[..., Result], *inputs: Any, when: bool) -> Result:
+def recompute_in_backward(function: Callable[..., Result], *inputs: Any, when: bool) -> Result:
     """``function(*inputs)``. If ``when`` and gradients are enabled, only the inputs are kept for the backward pass,
     which calls the function again: less memory, the same bits.
 

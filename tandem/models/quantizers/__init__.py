@@ -1,4 +1,4 @@
-"""Quantizers of image tokenizers behind one interface."""
+"""Quantizers of image and video tokenizers behind one interface."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ Self = TypeVar("Self", bound="Bottleneck")
 
 
 class Quantized(NamedTuple):
+    """Results of `Quantizer.forward`."""
+
     quantized: Tensor
     """(b, d, ...) fp32, the chosen codebook entries; their gradient goes straight through to z."""
     codes: Tensor
@@ -195,9 +197,9 @@ class Quantizer(Bottleneck, ABC):
             ValueError: z has another number of channels.
         """
         with torch.autocast(z.device.type, enabled=False):
-            rows, codes, losses = self._quantize(self._project(self._to_rows(z)))
+            entries, codes, losses = self._quantize(self._project(self._to_vectors(z)))
             grid = (z.shape[0], *z.shape[2:])
-            quantized = rearrange(rows.unflatten(0, grid), "b ... d -> b d ...").contiguous()
+            quantized = rearrange(entries.unflatten(0, grid), "b ... d -> b d ...").contiguous()
             return Quantized(quantized, codes.view(grid), losses)
 
     @torch.no_grad()
@@ -205,7 +207,7 @@ class Quantizer(Bottleneck, ABC):
         """z (b, dim, ...) -> codes (b, ...) int64, exactly those of forward in eval mode. Raises what forward raises;
         computes no losses and calls no collective."""
         with torch.autocast(z.device.type, enabled=False):
-            return self._choose(self._project(self._to_rows(z))).view(z.shape[0], *z.shape[2:])
+            return self._choose(self._project(self._to_vectors(z))).view(z.shape[0], *z.shape[2:])
 
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Codes (b, ...) int64 in [0, num_codes) -> (b, dim, ...) fp32, bit for bit the `quantized` of forward."""
@@ -216,7 +218,7 @@ class Quantizer(Bottleneck, ABC):
         """Add a micro-batch of the coming update to the statistics of the whole batch. Calls no collective."""
         if self.needs_stats:
             with torch.autocast(z.device.type, enabled=False):
-                self._accumulate_stats(self._project(self._to_rows(z)))
+                self._accumulate_stats(self._project(self._to_vectors(z)))
 
     @torch.no_grad()
     def reduce_stats(self) -> None:
@@ -242,26 +244,26 @@ class Quantizer(Bottleneck, ABC):
         return self.all_reduce if self.is_learning else None
 
     @abstractmethod
-    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _quantize(self, vectors: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Projected vectors (n, dim) fp32 -> straight-through entries (n, dim), codes (n,), losses."""
 
     @abstractmethod
-    def _choose(self, rows: Tensor) -> Tensor:
+    def _choose(self, vectors: Tensor) -> Tensor:
         """Projected vectors (n, dim) fp32 -> the codes (n,) that `_quantize` gives them."""
 
     @abstractmethod
     def _look_up(self, codes: Tensor) -> Tensor:
         """Codes (...) -> entries (..., dim) fp32."""
 
-    def _accumulate_stats(self, rows: Tensor) -> None:
+    def _accumulate_stats(self, vectors: Tensor) -> None:
         """Add projected vectors (n, dim) fp32 of a micro-batch to the statistics."""
 
-    def _project(self, rows: Tensor) -> Tensor:
+    def _project(self, vectors: Tensor) -> Tensor:
         """Vectors (n, dim) fp32 -> the vectors to compare with entries: unit vectors if all entries have the same
         length; by default, the vectors themselves."""
-        return rows
+        return vectors
 
-    def _to_rows(self, z: Tensor) -> Tensor:
+    def _to_vectors(self, z: Tensor) -> Tensor:
         """(b, dim, ...) -> (n, dim) fp32."""
         if z.ndim < 2 or z.shape[1] != self.dim:
             expected = f"this quantizer takes (b, {self.dim}, ...): project to {self.dim} channels first"

@@ -53,22 +53,22 @@ class FiniteScalarQuantizer(Quantizer):
     def summary(self) -> str:
         return f"{super().summary()}, levels {','.join(map(str, self._levels.tolist()))}"
 
-    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        bounded = self._bound(rows)
+    def _quantize(self, vectors: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        bounded = self._bound(vectors)
         digits = self._to_digits(bounded.detach())
         return straight_through(self._to_entries(digits), bounded / (self._levels // 2)), self._to_codes(digits), {}
 
-    def _choose(self, rows: Tensor) -> Tensor:
-        return self._to_codes(self._to_digits(self._bound(rows)))
+    def _choose(self, vectors: Tensor) -> Tensor:
+        return self._to_codes(self._to_digits(self._bound(vectors)))
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return self._to_entries(codes[..., None] // self._place_values % self._levels)
 
-    def _bound(self, rows: Tensor) -> Tensor:
+    def _bound(self, vectors: Tensor) -> Tensor:
         """Bounded channels, in units of the distance of two levels: 0 is level L // 2."""
         half_range = (self._levels - 1) * (1 + _MARGIN) / 2
         offset = (self._levels % 2 == 0) / 2  # an even number of levels has no middle one
-        return torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
+        return torch.tanh(vectors + torch.atanh(offset / half_range)) * half_range - offset
 
     def _to_digits(self, bounded: Tensor) -> Tensor:
         # nan_to_num, because NaN would become an index out of bounds.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tandem.config.models.autoencoders import QuantizerConfig
 
 _BETA = 0.25  # weight of the term that moves entries to vectors
-_TEMPERATURE = 0.01  # of the entropy loss; the choice has temperature 1
+_TEMPERATURE = 0.01  # of the entropy loss; the softmax of the choice has temperature 1
 
 
 class TrainedCodebook(nn.Module):
@@ -56,23 +56,23 @@ class IndexBackpropQuantizer(Quantizer):
         super().__init__(config.codebook_size, config.codebook_dim, entropy.mean)
         self.codebook, self._entropy = TrainedCodebook(self.num_codes, self.dim), entropy
 
-    def _accumulate_stats(self, rows: Tensor) -> None:
-        self._entropy.accumulate_stats(self.codebook(rows))
+    def _accumulate_stats(self, vectors: Tensor) -> None:
+        self._entropy.accumulate_stats(self.codebook(vectors))
 
-    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logits = self.codebook(rows)
+    def _quantize(self, vectors: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logits = self.codebook(vectors)
         codes = logits.detach().argmax(1)
         entries = self.codebook(codes)
         mixture = self.codebook(logits.softmax(1), mix=True)
         quantized = straight_through(entries, mixture)
-        # Keep this order: the gradients of rows are added in it, so another order would round differently.
-        commitment = F.mse_loss(quantized, rows) + F.mse_loss(rows, entries.detach())
-        commitment = commitment + _BETA * F.mse_loss(entries, rows.detach())
+        # Keep this order: the gradients of vectors are added in it, so another order would round differently.
+        commitment = F.mse_loss(quantized, vectors) + F.mse_loss(vectors, entries.detach())
+        commitment = commitment + _BETA * F.mse_loss(entries, vectors.detach())
         entropy = self._entropy(logits, self._forward_all_reduce)
         return quantized, codes, {"commitment": commitment, "entropy": entropy}
 
-    def _choose(self, rows: Tensor) -> Tensor:
-        return self.codebook(rows).argmax(1)
+    def _choose(self, vectors: Tensor) -> Tensor:
+        return self.codebook(vectors).argmax(1)
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return self.codebook(codes)

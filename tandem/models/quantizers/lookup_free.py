@@ -34,31 +34,31 @@ class LookupFreeQuantizer(Quantizer):
 
     def __init__(self, config: QuantizerConfig) -> None:
         bits = exact_log2(config.codebook_size)
-        size = self._channel_size(bits)
-        entropy = SignEntropy(bits, 4 * config.inv_temperature * size, config.diversity_gamma)
+        magnitude = self._channel_magnitude(bits)
+        entropy = SignEntropy(bits, 4 * config.inv_temperature * magnitude, config.diversity_gamma)
         super().__init__(config.codebook_size, bits, entropy.mean)
-        self._size, self._entropy = size, entropy
+        self._magnitude, self._entropy = magnitude, entropy
 
     @staticmethod
-    def _channel_size(bits: int) -> float:
+    def _channel_magnitude(bits: int) -> float:
         """Absolute value of each channel of an entry."""
         return 1.0
 
-    def _accumulate_stats(self, rows: Tensor) -> None:
-        self._entropy.accumulate_stats(rows)
+    def _accumulate_stats(self, vectors: Tensor) -> None:
+        self._entropy.accumulate_stats(vectors)
 
-    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        codes = sign_codes(rows)
+    def _quantize(self, vectors: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        codes = sign_codes(vectors)
         entries = self._look_up(codes)
-        # Keep this order: the gradients of rows are added in it, so another order would round differently.
-        commitment, entropy = F.mse_loss(rows, entries), self._entropy(rows, self._forward_all_reduce)
-        return straight_through(entries, rows), codes, {"commitment": commitment, "entropy": entropy}
+        # Keep this order: the gradients of vectors are added in it, so another order would round differently.
+        commitment, entropy = F.mse_loss(vectors, entries), self._entropy(vectors, self._forward_all_reduce)
+        return straight_through(entries, vectors), codes, {"commitment": commitment, "entropy": entropy}
 
-    def _choose(self, rows: Tensor) -> Tensor:
-        return sign_codes(rows)
+    def _choose(self, vectors: Tensor) -> Tensor:
+        return sign_codes(vectors)
 
     def _look_up(self, codes: Tensor) -> Tensor:
-        return code_signs(codes, self.dim) * self._size
+        return code_signs(codes, self.dim) * self._magnitude
 
 
 class BinarySphericalQuantizer(LookupFreeQuantizer):
@@ -71,18 +71,18 @@ class BinarySphericalQuantizer(LookupFreeQuantizer):
     """
 
     @staticmethod
-    def _channel_size(bits: int) -> float:
+    def _channel_magnitude(bits: int) -> float:
         return 1 / math.sqrt(bits)
 
-    def _project(self, rows: Tensor) -> Tensor:
-        return F.normalize(rows, dim=1)
+    def _project(self, vectors: Tensor) -> Tensor:
+        return F.normalize(vectors, dim=1)
 
 
-def sign_codes(rows: Tensor) -> Tensor:
+def sign_codes(vectors: Tensor) -> Tensor:
     """Vectors (..., bits) -> int64 codes (...) of their signs; 0 counts as negative. The first channel
     is the most significant bit, as in the public implementations; in Yu et al. 2024 it is the least significant."""
-    shifts = torch.arange(rows.shape[-1] - 1, -1, -1, device=rows.device)
-    return ((rows > 0).long() << shifts).sum(-1)
+    shifts = torch.arange(vectors.shape[-1] - 1, -1, -1, device=vectors.device)
+    return ((vectors > 0).long() << shifts).sum(-1)
 
 
 def exact_log2(codebook_size: int) -> int:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tandem.config.models.autoencoders import QuantizerConfig
 
 _SMOOTHING = 1e-5  # Laplace smoothing of the counts
-# Pairs of a vector and an entry whose distances are computed at once: 256 MiB.
-_MAX_PAIRS = 2**26
-_MIN_LENGTH = 1e-6  # of a vector in `rotated`: it limits the gradient
+# Distances between vectors and entries that are computed at once: 256 MiB.
+_MAX_DISTANCES = 2**26
+_MIN_LENGTH = 1e-6  # of a vector in `rotation_trick`: it limits the gradient
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0x45D9F3B  # odd and below 2^31: its product with 32 bits fits an int64
 
@@ -35,7 +35,7 @@ class VectorQuantizer(Quantizer):
 
     The codebook starts from k-means of the first batch, and a dead entry becomes a vector of the batch, drawn by
     (seed, step, k): Zeghidour et al. 2021, "SoundStream", section III-C.
-    With `vq_gradient` "rotation" the gradient reaches the vectors through `rotated`, instead of straight through.
+    With `vq_gradient` "rotation" the gradient reaches the vectors by the `rotation_trick`, not straight through.
     With `vq_cosine` the nearest entry is that of the smallest angle: vectors and entries are scaled to length 1.
 
     Raises:
@@ -61,7 +61,7 @@ class VectorQuantizer(Quantizer):
         self.register_buffer("code_counts", torch.ones(self.num_codes))
         self.register_buffer("code_sums", codebook.clone())
         self.register_buffer("initialized", torch.tensor(False))
-        self._is_initialized = False
+        self._is_initialized = False  # on the host, so that `is_initialized` does not wait for the device again
         self._first_vectors: list[Tensor] = []
         self._vectors: list[Tensor] = []
         self._codes: list[Tensor] = []
@@ -104,7 +104,7 @@ class VectorQuantizer(Quantizer):
         total = new_counts.sum()
         smoothed = (new_counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
         codebook = self._project(new_sums / smoothed[:, None])
-        mean_count = new_counts.mean()  # of a candidate, which replaces a dead entry
+        mean_count = new_counts.mean()  # the count that a revived entry starts with
         is_dead = new_counts < self.revive_below * mean_count
         codebook = torch.where(is_dead[:, None], candidates, codebook)
         new_counts = torch.where(is_dead, mean_count, new_counts)
@@ -115,36 +115,35 @@ class VectorQuantizer(Quantizer):
     def _draw_candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
         """A random vector of the whole batch for each entry, (K, d) fp64; zeros where another process holds it."""
         indices = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
-        rows = indices - self.rank * len(vectors)
-        is_local = (rows >= 0) & (rows < len(vectors))
-        return torch.where(
-            is_local[:, None], vectors[rows.clamp(0, len(vectors) - 1)].to(sum_dtype(vectors.device)), 0.0
-        )
+        local_indices = indices - self.rank * len(vectors)
+        is_local = (local_indices >= 0) & (local_indices < len(vectors))
+        candidates = vectors[local_indices.clamp(0, len(vectors) - 1)].to(sum_dtype(vectors.device))
+        return torch.where(is_local[:, None], candidates, 0.0)
 
-    def _accumulate_stats(self, rows: Tensor) -> None:
-        self._first_vectors.append(rows)
+    def _accumulate_stats(self, vectors: Tensor) -> None:
+        self._first_vectors.append(vectors)
 
-    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _quantize(self, vectors: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if self.is_learning and not self.is_initialized:
-            self._initialize(rows.detach())
-        codes = self._choose(rows.detach())
+            self._initialize(vectors.detach())
+        codes = self._choose(vectors.detach())
         if self.is_learning:
-            self._vectors.append(rows.detach())
+            self._vectors.append(vectors.detach())
             self._codes.append(codes)
         entries = self._look_up(codes)
-        gradient_source = rotated(rows, entries) if self.rotates else rows
-        return straight_through(entries, gradient_source), codes, {"commitment": F.mse_loss(rows, entries)}
+        gradient_source = rotation_trick(vectors, entries) if self.rotates else vectors
+        return straight_through(entries, gradient_source), codes, {"commitment": F.mse_loss(vectors, entries)}
 
-    def _choose(self, rows: Tensor) -> Tensor:
-        return nearest(rows, self.codebook)
+    def _choose(self, vectors: Tensor) -> Tensor:
+        return nearest(vectors, self.codebook)
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return self.codebook[codes]
 
     @torch.no_grad()
-    def _initialize(self, rows: Tensor) -> None:
+    def _initialize(self, local_vectors: Tensor) -> None:
         """Set the entries by k-means of all processes' vectors (n, d), unless a centre is not finite. Collective."""
-        vectors = self.gather(rows)
+        vectors = self.gather(local_vectors)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
         # Average the centres of all processes: entries must be equal even if their k-means rounded differently.
         packed = torch.cat([centres, counts[:, None]], dim=1).to(sum_dtype(vectors.device))
@@ -156,11 +155,11 @@ class VectorQuantizer(Quantizer):
             old.copy_(torch.where(is_finite, new, old))
         self.initialized |= is_finite
 
-    def _project(self, rows: Tensor) -> Tensor:
-        return F.normalize(rows, dim=-1) if self.cosine else rows
+    def _project(self, vectors: Tensor) -> Tensor:
+        return F.normalize(vectors, dim=-1) if self.cosine else vectors
 
 
-def rotated(rows: Tensor, entries: Tensor) -> Tensor:
+def rotation_trick(vectors: Tensor, entries: Tensor) -> Tensor:
     """Vectors e (n, d) turned and scaled onto their entries q (n, d), with the gradient of a constant turn:
     Fifty et al. 2024, "Restructuring Vector Quantization with the Rotation Trick", section 4.2. The angle between a
     gradient and an entry becomes the angle between the vector's gradient and the vector.
@@ -168,17 +167,17 @@ def rotated(rows: Tensor, entries: Tensor) -> Tensor:
         |q| / |e| (I - 2 r r^T + 2 q1 e1^T) e    with e1 = e / |e|, q1 = q / |q|, r = (e1 + q1) / |e1 + q1|
     """
     with torch.no_grad():
-        row_norms, entry_norms = (vectors.norm(dim=1, keepdim=True) for vectors in (rows, entries))
-        e1, q1 = F.normalize(rows, dim=1), F.normalize(entries, dim=1)
-        r, scale = F.normalize(e1 + q1, dim=1), entry_norms / row_norms.clamp_min(_MIN_LENGTH)
-    along_r, along_e1 = ((rows * axis).sum(1, keepdim=True) for axis in (r, e1))
-    return scale * (rows - 2 * along_r * r + 2 * along_e1 * q1)
+        norms, entry_norms = (x.norm(dim=1, keepdim=True) for x in (vectors, entries))
+        e1, q1 = F.normalize(vectors, dim=1), F.normalize(entries, dim=1)
+        r, scale = F.normalize(e1 + q1, dim=1), entry_norms / norms.clamp_min(_MIN_LENGTH)
+    along_r, along_e1 = ((vectors * axis).sum(1, keepdim=True) for axis in (r, e1))
+    return scale * (vectors - 2 * along_r * r + 2 * along_e1 * q1)
 
 
 def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
     """Vectors (n, d) and entries (K, d) -> codes (n,) int64: the entry with the smallest Euclidean distance."""
     half_squares = entries.square().sum(1) / 2
-    chunk_size = max(_MAX_PAIRS // len(entries), 1)
+    chunk_size = max(_MAX_DISTANCES // len(entries), 1)
     # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + a term without e
     return torch.cat([(half_squares - chunk @ entries.T).argmin(1) for chunk in vectors.split(chunk_size)])
 

@@ -94,7 +94,7 @@ function showChosenPictures() {
 
 function showAll() {
   const number = data.runs.length;
-  byId("made").textContent = `${number} run${number === 1 ? "" : "s"}, as of ${timeText(data.made)}`;
+  byId("created").textContent = `${number} run${number === 1 ? "" : "s"}, as of ${timeText(data.created)}`;
   showRuns(data.runs);
   showSwitches();
   layOutCharts();

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.io.archive import check_sizes
 from tandem.io.published import refuse_weights_flag
-from tandem.io.weights import first_names, on_cpu, read_content, replacing
+from tandem.io.weights import first_names, on_cpu, read_content, replacing_model_file
 from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
 
@@ -25,7 +25,7 @@ def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
     content = io.BytesIO()  # given a path, torch.save would hide the reason of a disk error
     hparams = {**model.config, "channels": 4 if model.config["transparent"] else 3}
     torch.save({"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(model.state_dict())}, content)
-    with replacing(Path(path)) as temporary:
+    with replacing_model_file(Path(path)) as temporary:
         temporary.write_bytes(content.getbuffer())
 
 

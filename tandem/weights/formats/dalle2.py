@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.config.models.decoder import DecoderConfig, UnetConfig
 from tandem.io.archive import check_sizes, has_weight_name
 from tandem.io.reading import READ_ERRORS, check_regular, one_line, read_json
-from tandem.io.weights import on_cpu, read_content, replacing
+from tandem.io.weights import on_cpu, read_content, replacing_model_file
 from tandem.models.building import check_arguments, plain_values
 from tandem.models.diffusion.decoder import Decoder
 from tandem.models.diffusion.schedule import Schedule
@@ -54,7 +54,7 @@ def save_public_decoder(decoder: Decoder, path: Path) -> None:
     all. Raises ValueError, in one line, if the public package has no such decoder."""
     config = public_config(DecoderConfig(**decoder.config))
     content = {"version": _VERSION, "config": config, "model": on_cpu(public_state(decoder))}
-    with replacing(path) as temporary:
+    with replacing_model_file(path) as temporary:
         torch.save(content, temporary)
 
 

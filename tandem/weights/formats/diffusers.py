@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.config.models.taming import KL
 from tandem.io.published import read_state_dict, refuse_weights_flag
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
-from tandem.io.weights import replacing
+from tandem.io.weights import replacing_model_file
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import read_weight_index
 
@@ -78,9 +78,9 @@ def save_folder(model: VQGAN, folder: Path) -> str:
         public_config |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
         public_config |= {"shift_factor": config["shift_factor"]}
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _FILES[0]) as temporary:
+    with replacing_model_file(folder / _FILES[0]) as temporary:
         save_file(state, temporary, metadata={"format": "pt"})
-    with replacing(folder / _CONFIG) as temporary:
+    with replacing_model_file(folder / _CONFIG) as temporary:
         temporary.write_text(json.dumps(public_config, indent=2) + "\n")
     note = f"; its scaling_factor is unknown, and {_DEFAULT_SCALE}, that of Stable Diffusion 1, is written"
     is_known = bool(model.num_codes or config["scaling_factor"])

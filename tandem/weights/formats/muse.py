@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.io.published import read_state_dict, shape_of
-from tandem.io.weights import on_cpu, replacing
+from tandem.io.weights import on_cpu, replacing_model_file
 from tandem.models.autoencoders.discriminator import Discriminator
 from tandem.models.autoencoders.vqgan import VQGAN
 
@@ -84,7 +84,7 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     else:
         arguments["discr_layers"] = discriminator.config["layers"]
         state |= {f"discr.{name}": tensor for name, tensor in on_cpu(discriminator.state_dict()).items()}
-    with replacing(path) as temporary:
+    with replacing_model_file(path) as temporary:
         torch.save(state, temporary)
     return f"load it into VQGanVAE({format_arguments(arguments)})" + (f"; {obstacle}" if obstacle else "")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
 from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
-from tandem.io.weights import on_cpu, replacing
+from tandem.io.weights import on_cpu, replacing_model_file
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
 
@@ -59,7 +59,7 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
     if config["layout"] != "musiclm":
         raise ValueError(f"{PACKAGE} takes no MuLaN of --layout {config['layout']}: train one of --layout musiclm")
     state = {**_make_constants(config), **_public_weights(config, on_cpu(model.state_dict()))}
-    with replacing(path) as temporary:
+    with replacing_model_file(path) as temporary:
         torch.save(state, temporary)
     shared = {"ff_mult": config["ff_mult"]} if config["ff_mult"] != _FF_MULT else {}
     audio = {

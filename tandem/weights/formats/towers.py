@@ -74,7 +74,7 @@ def load_towers(model: Any, pretrained: Mapping[str, Tower], tokenizer: Any) -> 
 
 
 def _read_tower(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], dict[str, Tensor]]]) -> Tower:
-    towers.transformers()
+    towers.import_transformers()
     try:
         config, state = read(path)
         return Tower(config, _convert_weights(config, state))
@@ -121,7 +121,7 @@ def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[
     model_type: Any = config.get("model_type")
     if model_type not in kinds:
         raise ValueError(f"its model_type is {str(model_type)[:40]!r}; use {', '.join(kinds)}")
-    defaults = getattr(towers.transformers(), kinds[model_type]).config_class().to_dict()
+    defaults = getattr(towers.import_transformers(), kinds[model_type]).config_class().to_dict()
     return {"model_type": model_type, **{name: config.get(name, defaults[name]) for name in FIELDS if name in defaults}}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from vector_quantize_pytorch.vector_quantize_pytorch import rotate_to
 
-from tandem.models.quantizers.vector import VectorQuantizer, kmeans, random_indices, rotated
+from tandem.models.quantizers.vector import VectorQuantizer, kmeans, random_indices, rotation_trick
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 from tests.processes import on_processes
 
@@ -65,9 +65,9 @@ def test_with_the_rotation_trick_the_gradient_is_the_librarys_and_the_value_stay
 def test_a_vector_without_direction_or_opposite_to_its_entry_has_a_finite_gradient() -> None:
     entries = some(4, 5)
     vectors = torch.cat([-entries[:2], torch.zeros(1, 5), 1e-12 * entries[3:]]).requires_grad_()
-    rotated(vectors, entries).sum().backward()
+    rotation_trick(vectors, entries).sum().backward()
     assert vectors.grad.isfinite().all() and vectors.grad.abs().max() < 1e8
-    torch.testing.assert_close(rotated(vectors, entries)[:2], entries[:2])
+    torch.testing.assert_close(rotation_trick(vectors, entries)[:2], entries[:2])
 
 
 @pytest.mark.parametrize("cosine", [False, True])

@@ -38,7 +38,8 @@ class PixelFeedForward(nn.Module):
 class MemoryAttention(nn.Module):
     """Multi-head softmax attention with learned memories, keys and values that every query sees (Sukhbaatar et al.
     2019, "Augmenting self-attention with persistent memory"), without biases and positions. With is_causal the result
-    is own + past_gain (all - own), where own is the attention to the memories and to the query's token alone.
+    is own + past_gain (full - own): `full` sees the memories and all visible tokens, `own` sees the memories and the
+    query's own token alone.
 
     Args:
         is_causal: A token sees no later one, and a stream keeps the keys and values of earlier chunks.
@@ -70,10 +71,9 @@ class MemoryAttention(nn.Module):
         with sdpa_kernel(SDPA_KERNELS):
             if self.is_causal:
                 mask = self._visibility_mask(q.shape[2], kv.shape[3], q.device)
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-                out = torch.lerp(
-                    self._attend_to_own(q, *qkv[1:], *memory[:, 0]), out, self.past_gain.to(out.dtype)[:, None, None]
-                )
+                full = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                own = self._attend_without_past(q, *qkv[1:], *memory[:, 0])
+                out = torch.lerp(own, full, self.past_gain.to(full.dtype)[:, None, None])
             else:
                 out = F.scaled_dot_product_attention(q, k, v)
         return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
@@ -84,11 +84,11 @@ class MemoryAttention(nn.Module):
             kv = torch.cat([past, kv], dim=3)
         num_keys = kv.shape[3]
         num_past = num_keys if self.window is None else min(self.window - 1, num_keys)
-        context.keep(self.stream_name, kv[:, :, :, num_keys - num_past :])
+        context.store(self.stream_name, kv[:, :, :, num_keys - num_past :])
         return kv
 
     @staticmethod
-    def _attend_to_own(q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor) -> Tensor:
+    def _attend_without_past(q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor) -> Tensor:
         """Attention of each query to the memories (heads, memories, d) and its own token; q, k, v (n, heads, t, d)."""
         q = q / math.sqrt(q.shape[-1])  # before the products, which could overflow in half precision
         scores = torch.cat([q @ memory_k.mT, (q * k).sum(dim=-1, keepdim=True)], dim=-1)
@@ -144,7 +144,7 @@ class TokenShift(nn.Module):
         past = context.past(self.stream_name)
         if past is None:
             past = torch.zeros_like(shifted[:, :, :1])
-        context.keep(self.stream_name, shifted[:, :, -1:])
+        context.store(self.stream_name, shifted[:, :, -1:])
         previous = torch.cat([past, shifted[:, :, :-1]], dim=2)
         return torch.cat([unshifted, previous * self.past_gain.to(x.dtype)[:, None, None, None]], dim=1)
 
@@ -195,7 +195,7 @@ class GateLoop(nn.Module):
         for frame in range(x.shape[2]):
             decayed_states.append(decays[:, :, frame] * state)
             state = decayed_states[-1] + values[:, :, frame]
-        context.keep(self.stream_name, state)
+        context.store(self.stream_name, state)
         gain = self.past_gain.to(values.dtype)[:, None, None, None]
         return x + q * (values + gain * torch.stack(decayed_states, dim=2)).to(q.dtype)
 

@@ -31,20 +31,20 @@ class Context(NamedTuple):
     """(b, d, f', h', w'), the quantized latents from which the decoder reconstructs this chunk."""
     is_start: bool = True
     """Whether the first frame of the input is the first one of the clip."""
-    kept: dict[str, Tensor] | None = None
+    cache: dict[str, Tensor] | None = None
     """Tensors that layers keep for the next chunk, by the layer's name; None if there is no next chunk."""
 
     def past(self, name: str) -> Tensor | None:
-        """The tensor that a layer kept from the chunk before; None at the start."""
+        """The tensor that a layer stored at the previous chunk; None at the start."""
         if self.is_start:
             return None
-        assert self.kept is not None
-        return self.kept[name]
+        assert self.cache is not None
+        return self.cache[name]
 
-    def keep(self, name: str, x: Tensor) -> None:
-        """Keep x for the next chunk, if there is one: a copy, because a view would hold the memory of its base."""
-        if self.kept is not None:
-            self.kept[name] = x.clone()
+    def store(self, name: str, x: Tensor) -> None:
+        """Store x for the next chunk, if there is one: a copy, because a view would hold the memory of its base."""
+        if self.cache is not None:
+            self.cache[name] = x.clone()
 
 
 @dataclass
@@ -56,11 +56,11 @@ class StreamState:
     keys and values.
     """
 
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    """The tensor that each layer keeps, by the layer's name."""
+    cache: dict[str, Tensor] = field(default_factory=dict)
+    """The tensor that each layer keeps for the next chunk, by the layer's name."""
     pending: Tensor | None = None
     """(b, c, f, h, w), frames of a chunk that is not complete yet."""
-    used: int = 0
+    num_consumed: int = 0
     """Number of frames in the chunks so far."""
 
     def chunks(self, x: Tensor, frames: int) -> Iterator[tuple[Tensor, Context]]:
@@ -73,9 +73,9 @@ class StreamState:
             if (old := _shape_of_a_frame(self.pending)) != (new := _shape_of_a_frame(x)):
                 raise ValueError(f"a stream of frames {old} (b, c, h, w) cannot go on with frames {new}")
             x = torch.cat([self.pending, x], dim=2)
-        while x.shape[2] >= (length := frames if self.used else 1):
-            context = Context(is_start=self.used == 0, kept=self.kept)
-            self.used += length
+        while x.shape[2] >= (length := frames if self.num_consumed else 1):
+            context = Context(is_start=self.num_consumed == 0, cache=self.cache)
+            self.num_consumed += length
             chunk, x = x[:, :, :length].contiguous(), x[:, :, length:]
             yield chunk, context
         self.pending = x.clone()  # not a view, which would hold the memory of all frames
@@ -114,7 +114,7 @@ class CausalConv3d(nn.Conv3d):
         past = context.past(self.stream_name) if self._num_past_frames else None
         padded = self._pad_time(x) if past is None else torch.cat([past, x], dim=2)
         if self._num_past_frames:
-            context.keep(self.stream_name, padded[:, :, -self._num_past_frames :])
+            context.store(self.stream_name, padded[:, :, -self._num_past_frames :])
         if context.is_start and x.shape[2] == 1:
             return self._conv_forward(x, self.weight[:, :, -1:], self.bias)
         return self._conv_forward(padded, self.weight, self.bias)
