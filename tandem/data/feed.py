@@ -69,7 +69,7 @@ class TrainingData:
         self._has_shown_traceback = False
         with self._raise_on_all_ranks():
             processes.heartbeat("listing the samples", is_uninterrupted=True)
-            self.first = self.samples = first = open_samples()
+            self.first_samples = self.samples = first = open_samples()
             second = open_second() if open_second else None
             self.valid_samples = open_valid() if open_valid else None
             for extra in (second, self.valid_samples):
@@ -81,7 +81,7 @@ class TrainingData:
             self.train_set, self.valid_set, self.test_set = make_split(first, args, source)
             if self.valid_samples is not None:
                 indices = range(len(self.samples))[-len(self.valid_samples) :]
-                self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
+                self.valid_set = order.validation_indices(indices, split_seed_of(args), args.batch_size)
             self._valid_part = order.fixed_subset(self.valid_set, _count_validated(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
             self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
@@ -306,8 +306,8 @@ def _fetch_shards(addresses: Mapping[int, str], num_workers: int, shards: Sequen
 def _check_views(views: Sequence[Sequence[Any]], noun: str) -> None:
     """Raise ValueError if not every rank sees the same samples. `views`: number, fingerprint and host by rank."""
     n, fingerprint, host = views[0]
-    for rank, (rank_n, rank_print, rank_host) in enumerate(views):
-        if rank_n != n or rank_print != fingerprint:
+    for rank, (rank_n, rank_fingerprint, rank_host) in enumerate(views):
+        if rank_n != n or rank_fingerprint != fingerprint:
             hint = "" if rank_n != n else ", but of other names or in another order"
             raise ValueError(
                 f"rank {rank} (on {rank_host}) sees {rank_n} {noun}, rank 0 (on {host}) sees {n}{hint}: every process "

@@ -35,11 +35,11 @@ from .record import FieldSpec, FileRef, Files, open_range
 from .rows import TIMES, Rows, columns_of, unread_line
 
 ENDINGS = (".arrow", ".parquet")
-_MAX_GROUP_BYTES = 1 << 30  # bytes of a row group of a parquet file, without compression
+_MAX_GROUP_BYTES = 1 << 30  # of a row group of a parquet file, without compression
 _CACHED_BYTES = 1 << 28  # of row groups, in each process
 _MIN_ROW_BYTES = 8  # memory of a row of a parquet file, even if the file stores it as a repetition of the last row
 _THREADS = 16
-_MAX_HEADER_BYTES = 1 << 24  # bytes
+_MAX_HEADER_BYTES = 1 << 24
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
 # The words in the paths of files from which the Hugging Face hub infers the split.
