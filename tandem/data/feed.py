@@ -84,11 +84,7 @@ class TrainingData:
                 self.valid_set = order.validation_indices(indices, split_seed_of(args), args.batch_size)
             self._valid_part = order.fixed_subset(self.valid_set, _count_validated(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
-            self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
-            if args.shuffle == "shards":
-                assert isinstance(self.train_set, order.Ranges)
-                ranges = self.train_set.ranges
-                self._order = order.ShardOrder(ranges, args.seed, fetch=_make_fetcher(first, ranges, args))
+            self._order = self._make_order()
             if second is not None:
                 # The number of samples of both sets in which each sample of the first set occurs once.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
@@ -114,6 +110,15 @@ class TrainingData:
         self._partial = set[int]()  # indices of the samples that any process read only in part
         self._unshared_partial = set[int]()  # those of this process since the last exchange
         self._partial_example = ""
+
+    def _make_order(self) -> order.Order:
+        """The order of the training split of the first set, by --shuffle."""
+        if self._args.shuffle != "shards":
+            return order.TrainingOrder(self.train_set, self._args.seed)
+        assert isinstance(self.train_set, order.Ranges)
+        ranges = self.train_set.ranges
+        fetch = _make_fetcher(self.first_samples, ranges, self._args)
+        return order.ShardOrder(ranges, self._args.seed, fetch=fetch)
 
     @property
     def validated(self) -> order.Indices:

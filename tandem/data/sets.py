@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Spec = str | DatasetSpec | None
 
 _LARGEST_CLIP_BYTES = 1 << 32
-_NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
+_NO_FLIP = "--random_flip would make captions and embeddings wrong: they describe the images that are not mirrored"
 
 
 def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **tar_range: Any) -> RecordSource:

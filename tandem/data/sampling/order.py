@@ -77,8 +77,8 @@ class Ranges(Indices):
 
 
 def fixed_subset(indices: Indices, length: int) -> Indices:
-    """A subset of `length` indices: of a shuffle the first ones; of `Ranges`, in which neighbours may be alike, indices
-    at equal distances."""
+    """A subset of `length` indices: the first ones, which are shuffled; but of `Ranges`, in which neighbours may be
+    alike, those at equal distances."""
     return Indices(length, partial(_spread_index, indices, length) if isinstance(indices, Ranges) else indices.at)
 
 

@@ -27,7 +27,9 @@ _MOST_ENDINGS = 8
 _LIST_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
 _UNICODE_FORMS = ("", "NFC", "NFD")  # Unicode forms of a name: unchanged, composed or decomposed
 _NO_FILE = -1
-_SideFiles = list[tuple[int, int]]  # for each spec of files beside a sample: number of the file's spelling, its bytes
+# For each spec of files beside a sample: the number of the file's spelling, and its bytes. A spelling, such as
+# "NFC.TXT", is the Unicode form of the stem and the ending as written; it gives the file's name from the sample's.
+_SideFiles = list[tuple[int, int]]
 
 
 class NothingFoundError(ValueError):
@@ -57,7 +59,7 @@ class FolderSource:
         self.fingerprint, self._names = index.fingerprint, index.strings("names")
         self._damaged_error, self.examples = index.damaged_error, index.examples
         self.tars = [os.path.join(folder, self._check_inside(name)) for name in index.strings("tars")]
-        self._numbers = {spec.name: index.numbers(f"which {spec.name}", len(self)) for spec in self._sides}
+        self._spelling_numbers = {spec.name: index.numbers(f"which {spec.name}", len(self)) for spec in self._sides}
         try:
             self._spellings = [*map(str, index.facts["spellings"])]
             self.skipped = skipped_line("file", repr(folder), *index.facts["skipped"])
@@ -71,7 +73,7 @@ class FolderSource:
         path = os.path.join(self.folder, self.name(index))
         record = {self._main.name: FileRef(path)}
         for spec in self._sides:
-            if (number := self._numbers[spec.name][index]) != _NO_FILE:
+            if (number := self._spelling_numbers[spec.name][index]) != _NO_FILE:
                 spelling = self._spellings[number] if 0 <= number < len(self._spellings) else ""
                 form, dot, ending = spelling.partition(".")
                 if f".{ending.lower()}" not in spec.endings or form not in _UNICODE_FORMS:

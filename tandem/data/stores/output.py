@@ -131,7 +131,8 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {reason_of(error)}; mend that, and the same command goes on") from None
+        hint = "repair that and start the same command, which goes on"
+        raise ValueError(f"cannot write {path}: {reason_of(error)}; {hint}") from None
 
 
 def json_bytes(value: Any) -> bytes:
