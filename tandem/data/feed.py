@@ -117,8 +117,7 @@ class TrainingData:
             return order.TrainingOrder(self.train_set, self._args.seed)
         assert isinstance(self.train_set, order.Ranges)
         ranges = self.train_set.ranges
-        fetch = _make_fetcher(self.first_samples, ranges, self._args)
-        return order.ShardOrder(ranges, self._args.seed, fetch=fetch)
+        return order.ShardOrder(ranges, self._args.seed, _make_fetcher(self.first_samples, ranges, self._args))
 
     @property
     def validated(self) -> order.Indices:

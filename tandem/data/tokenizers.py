@@ -155,9 +155,7 @@ def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         reason = f"cannot read the tokenizer {path!r}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"{reason}; it has to be a Hugging Face tokenizer.json") from None
     if n_special >= max_text_tokens:
-        raise ValueError(
-            f"--max_text_tokens {max_text_tokens} leaves no room beside the tokenizer's {n_special} special tokens"
-        )
+        raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_special} start and end tokens")
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
 
     def to_ids(text: str) -> list[int]:

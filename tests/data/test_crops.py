@@ -117,9 +117,8 @@ def test_a_region_of_a_turned_image_is_turned(tmp_path):
     def choose_square(width: int, height: int) -> Square:
         return Square(width - 40, 0, 40)
 
-    plain, turned = (
-        decode_image(FileRef(str(tmp_path / f"{name}.png")), 40, 3, choose_square=choose_square) for name in "ab"
-    )
+    files = [FileRef(str(tmp_path / f"{name}.png")) for name in "ab"]
+    plain, turned = (decode_image(file, 40, 3, choose_square=choose_square) for file in files)
     assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
 
 

@@ -74,7 +74,8 @@ class ClipDecoder:
         """
         choose_square = self.crop.square_chooser(epoch, index) if augment else None
         if ref.name.lower().endswith(IMAGE_ENDINGS):
-            frames = [self._decode_image(ref, choose_square).permute(1, 2, 0).numpy()]
+            image = decode_image(ref, self.image_size, 3, choose_square=choose_square)
+            frames = [image.permute(1, 2, 0).numpy()]
         else:
             at_keyframe = augment and self.clip_starts == "keyframe"
             fraction = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
@@ -89,7 +90,7 @@ class ClipDecoder:
         `multiple`, (3, height, width) in the aspect ratio of the file, see `FrameConverter`. Raises what `load`
         raises."""
         if ref.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._decode_image(ref, multiple=multiple), None
+            yield decode_image(ref, self.image_size, 3, multiple=multiple), None
             return
         with open_video(ref) as video:
             begin, end = video.time_range(ref)
@@ -108,11 +109,6 @@ class ClipDecoder:
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
             if end == math.inf:
                 video.require_end()
-
-    def _decode_image(
-        self, ref: FileRef, choose_square: ChooseSquare | None = None, multiple: int | None = None
-    ) -> Tensor:
-        return decode_image(ref, self.image_size, 3, choose_square=choose_square, multiple=multiple)
 
     def _decode_clip(
         self, video: Video, ref: FileRef, fraction: float, at_keyframe: bool, choose_square: ChooseSquare | None

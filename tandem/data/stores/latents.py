@@ -66,11 +66,10 @@ class LabelField(Field):
         if not self.is_stated:
             return {"label": self.numbers.get(_first_folder(self.name_of(index)), len(self.numbers))}
         cls = record.get(self.spec.name)
-        text = (
-            read_single_text(cls)
-            if isinstance(cls, FileRef)
-            else normalize_text(str(next(iter((cls or {}).values()), "")))
-        )
+        if isinstance(cls, FileRef):
+            text = read_single_text(cls)
+        else:
+            text = normalize_text(str(next(iter((cls or {}).values()), "")))
         number = self.numbers.get(text, text)
         if not _CLASS_NUMBER.fullmatch(str(number)):
             if not self.is_needed:
