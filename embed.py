@@ -231,7 +231,7 @@ def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor
     if os.path.isfile(query):
         require_decoders()
         try:
-            return decoder.spread(FileRef(query), max_clips)
+            return decoder.load_clips(FileRef(query), max_clips)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
     if query.lower().endswith(ENDINGS + FURTHER_ENDINGS):

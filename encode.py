@@ -443,7 +443,7 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     if not model.num_codes:
         with processes.raise_on_all_ranks():
             stored: Any = coder.stored(output.path)
-            statistics = stored.channels(range(processes.rank, len(shards), processes.world_size))
+            statistics = stored.channel_statistics(range(processes.rank, len(shards), processes.world_size))
         for line in channel_lines(
             {int(k): v for part in processes.gather_objects(statistics) for k, v in part.items()}
         ):
@@ -457,7 +457,7 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
             processes.say(f"read only in part: {counted(len(partly_read), 'image')}, such as {first}")
     if args.report and model.num_codes:
         with processes.raise_on_all_ranks():
-            counts = coder.stored(output.path).counts(range(processes.rank, len(shards), processes.world_size))
+            counts = coder.stored(output.path).count_codes(range(processes.rank, len(shards), processes.world_size))
         usage = code_statistics(processes.sum(torch.from_numpy(counts).to(processes.device)).cpu())
         if n_new:
             speed = f"{counted(n_new, kind[:-1])} in {seconds:.3g} s, {n_new / seconds:.3g} {kind}/s"

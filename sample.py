@@ -182,7 +182,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     import torch
 
     from tandem.data.decoding.arrays import read_array_header
-    from tandem.data.decoding.texts import sentence
+    from tandem.data.decoding.texts import normalize_text
     from tandem.data.sources.demo import condition_of
     from tandem.data.sources.record import FileRef
     from tandem.io.reading import LONGEST_JSON_BYTES, plain_text, read_bytes, text_lines
@@ -195,7 +195,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
             raise ValueError(f"--prompt_file {args.prompt_file}: {error}") from None
         if not prompts:
             raise ValueError(f"--prompt_file {args.prompt_file} holds no text")
-    prompts = [*map(sentence, prompts)]  # captions are normalised in the same way in training
+    prompts = [*map(normalize_text, prompts)]  # captions are normalised in the same way in training
     flag = "--prompts" if args.prompts else "--prompt_file"
     if prompts and clip is not None:
         tokens, shapes = clip.tokenize(prompts), dict(zip(DIMS, ((clip.embed_dim,), clip.text_shape), strict=True))

@@ -153,7 +153,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         config, processes, image_size=config.image_sizes[-1], longest_text=config.max_text_len,
         tokenize=clip and clip.tokenize, **{f"takes_{kind}": kind in config.condition_on for kind in ("image", "text")},
     )  # fmt: skip
-    widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else data.widths_of(feed.first)
+    stored_widths = data.widths_of(feed.first_samples)
+    widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else stored_widths
     with processes.raise_on_all_ranks():
         decoder = build_model(config, widths, clip.origin if clip else None, processes.say).to(device)
         lpips = models.load_lpips(config.lpips_weights, config.image_sizes[-1], device, heartbeat)

@@ -163,7 +163,8 @@ def draw_matches(embedder: training.Embedder, samples: data.Batch, count: int) -
 def train(config: Config, backend: distributed.Backend) -> None:
     processes, device = backend.processes, backend.processes.device
     with processes.raise_on_all_ranks():
-        tokenizer = data.open_tokenizer(config.tokenizer, config.max_text_tokens, marks=config.layout == "tandem")
+        has_special = config.layout == "tandem"
+        tokenizer = data.open_tokenizer(config.tokenizer, config.max_text_tokens, add_special_tokens=has_special)
         model = build_model(config, tokenizer).to(device)
         optimizer = training.make_optimizer(
             model, config.learning_rate, config.betas, config.weight_decay, lion=config.use_lion

@@ -208,7 +208,7 @@ def of_decoder(name: str, **flags: Any) -> Reference:
 
     def build(args: argparse.Namespace) -> list[nn.Module]:
         with one_process(args.batch_size) as backend:
-            return [train_decoder.build_model(args, widths_of(feed(args, backend.processes).first))]
+            return [train_decoder.build_model(args, widths_of(feed(args, backend.processes).first_samples))]
 
     # Biases before a norm have a gradient of 0 but for rounding, which Adam follows: weights are not compared.
     return Reference(

@@ -103,7 +103,7 @@ def test_the_configuration_builds_the_public_defaults() -> None:
     """Facts: AudioSpectrogramTransformer.__init__, TextTransformer.__init__, the README's sizes, and MuLaNTrainer."""
     args = MULAN.config("--config", str(MULAN.configs / "musiclm.yaml"))
     with torch.device("meta"):
-        model = train_mulan.build_model(args, open_tokenizer("clip", args.max_text_tokens, marks=False))
+        model = train_mulan.build_model(args, open_tokenizer("clip", args.max_text_tokens, add_special_tokens=False))
     defaults = {"n_fft": 128, "win_length": 24, "hop_length": 12, "patch_size": 16, "patch_dropout": 0.25,
                 "audio_dim": 512, "audio_depth": 6, "text_dim": 512, "text_depth": 6, "heads": 8, "dim_head": 64,
                 "vocab_size": 49408, "max_text_tokens": 256, "dim_latent": 128, "hierarchical_layers": 0,

@@ -69,7 +69,7 @@ class TrainingData:
         self._has_shown_traceback = False
         with self._raise_on_all_ranks():
             processes.heartbeat("listing the samples", is_uninterrupted=True)
-            self.first = self.samples = first = open_samples()
+            self.first_samples = self.samples = first = open_samples()
             second = open_second() if open_second else None
             self.valid_samples = open_valid() if open_valid else None
             for extra in (second, self.valid_samples):
@@ -81,14 +81,10 @@ class TrainingData:
             self.train_set, self.valid_set, self.test_set = make_split(first, args, source)
             if self.valid_samples is not None:
                 indices = range(len(self.samples))[-len(self.valid_samples) :]
-                self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
+                self.valid_set = order.validation_indices(indices, split_seed_of(args), args.batch_size)
             self._valid_part = order.fixed_subset(self.valid_set, _count_validated(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
-            self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
-            if args.shuffle == "shards":
-                assert isinstance(self.train_set, order.Ranges)
-                ranges = self.train_set.ranges
-                self._order = order.ShardOrder(ranges, args.seed, fetch=_make_fetcher(first, ranges, args))
+            self._order = self._make_order()
             if second is not None:
                 # The number of samples of both sets in which each sample of the first set occurs once.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
@@ -114,6 +110,14 @@ class TrainingData:
         self._partial = set[int]()  # indices of the samples that any process read only in part
         self._unshared_partial = set[int]()  # those of this process since the last exchange
         self._partial_example = ""
+
+    def _make_order(self) -> order.Order:
+        """The order of the training split of the first set, by --shuffle."""
+        if self._args.shuffle != "shards":
+            return order.TrainingOrder(self.train_set, self._args.seed)
+        assert isinstance(self.train_set, order.Ranges)
+        ranges = self.train_set.ranges
+        return order.ShardOrder(ranges, self._args.seed, _make_fetcher(self.first_samples, ranges, self._args))
 
     @property
     def validated(self) -> order.Indices:
@@ -306,8 +310,8 @@ def _fetch_shards(addresses: Mapping[int, str], num_workers: int, shards: Sequen
 def _check_views(views: Sequence[Sequence[Any]], noun: str) -> None:
     """Raise ValueError if not every rank sees the same samples. `views`: number, fingerprint and host by rank."""
     n, fingerprint, host = views[0]
-    for rank, (rank_n, rank_print, rank_host) in enumerate(views):
-        if rank_n != n or rank_print != fingerprint:
+    for rank, (rank_n, rank_fingerprint, rank_host) in enumerate(views):
+        if rank_n != n or rank_fingerprint != fingerprint:
             hint = "" if rank_n != n else ", but of other names or in another order"
             raise ValueError(
                 f"rank {rank} (on {rank_host}) sees {rank_n} {noun}, rank 0 (on {host}) sees {n}{hint}: every process "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.data.decoding.images import CENTER, PILLOW_BILINEAR, Crop, decode_image, decode_picture, randomly_flipped
 from tandem.data.decoding.images import ENDINGS as IMAGE_ENDINGS
-from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_row
+from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_single_text, read_texts, texts_of_row
 from tandem.data.sources.demo import FRAMES_PER_SECOND
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
 from tandem.data.sources.user_dataset import ITEM
@@ -80,8 +80,8 @@ class ImageField(Field):
     from_item = staticmethod(items.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        options: dict[str, Any] = {"cut": self.crop.cut(epoch, index)} if augment else {"resize": self.resize}
-        content = self.content(record)
+        choose_square, content = self.crop.square_chooser(epoch, index), self.content(record)
+        options: dict[str, Any] = {"choose_square": choose_square} if augment else {"resize": self.resize}
         if isinstance(content, FileRef):
             image = decode_image(content, self.image_size, self.channels, enlarge=self.enlarge, **options)
         elif isinstance(content, Image.Image):
@@ -101,8 +101,8 @@ class OneFrameField(ImageField):
 
 @dataclass(frozen=True)
 class ClipField(Field):
-    """ "videos": uint8 (3, num_frames, image_size, image_size), see `ClipDecoder`; an image is a video of one frame.
-    `flip`: whether half of the augmented clips are mirrored left to right."""
+    """ "videos": uint8 (3, num_frames, image_size, image_size), see `videos.ClipDecoder`; an image is a video of one
+    frame. `flip`: whether half of the augmented clips are mirrored left to right."""
 
     clips: videos.ClipDecoder
     flip: bool = False
@@ -120,7 +120,7 @@ class ClipField(Field):
         content = self.content(record)
         if isinstance(content, FileRef):
             clip = self.clips.load(content, index, epoch, augment)
-        elif isinstance(content, items.Video):
+        elif isinstance(content, items.VideoItem):
             clip = self._make_clip(content, index, epoch, augment)
         else:
             clip = self._draw_clip(content)
@@ -130,7 +130,8 @@ class ClipField(Field):
     from_item = staticmethod(items.video_of)
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
-        """All frames of a video, see `ClipDecoder.frames`; of a demonstration, which is endless, those of a clip."""
+        """All frames of a video, see `videos.ClipDecoder.frames`; of a demonstration, which is endless, those of a
+        clip."""
         content = record[self.spec.name]
         if isinstance(content, FileRef):
             return self.clips.frames(content, multiple)
@@ -144,14 +145,14 @@ class ClipField(Field):
     def _draw_clip(self, draw: Callable[..., Tensor]) -> Tensor:
         return draw(self.clips.image_size, self.clips.num_frames, self._frames_per_step)
 
-    def _make_clip(self, video: items.Video, index: int, epoch: int, augment: bool) -> Tensor:
+    def _make_clip(self, video: items.VideoItem, index: int, epoch: int, augment: bool) -> Tensor:
         fraction = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
         pictures = [video.picture(number) for number in self._frame_numbers(video, fraction)]
-        size, cut = self.clips.image_size, self.clips.crop.cut(epoch, index) if augment else None
-        frames = (decode_picture(picture, size, 3, cut=cut) for picture in pictures)
+        size, choose_square = self.clips.image_size, self.clips.crop.square_chooser(epoch, index) if augment else None
+        frames = (decode_picture(picture, size, 3, choose_square=choose_square) for picture in pictures)
         return self.clips.to_clip([frame.permute(1, 2, 0).numpy() for frame in frames])
 
-    def _frame_numbers(self, video: items.Video, fraction: float) -> list[int]:
+    def _frame_numbers(self, video: items.VideoItem, fraction: float) -> list[int]:
         """The frame numbers of a clip; fewer than num_frames if the video has no more."""
         n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
         count = min(self.clips.num_frames, math.ceil(n / step))
@@ -163,8 +164,8 @@ class ClipField(Field):
 
 @dataclass(frozen=True)
 class SoundField(Field):
-    """ "waveforms": float32 in [-1, 1], see `ClipDecoder`: (clip_samples,); with `max_clips`, (k, clip_samples), the
-    1 <= k <= max_clips clips that are spread over a sound, or over the part of it that a table selects."""
+    """ "waveforms": float32 in [-1, 1], see `sounds.ClipDecoder`: (clip_samples,); with `max_clips`, (k, clip_samples),
+    the 1 <= k <= max_clips clips that are spread over a sound, or over the part of it that a table selects."""
 
     clips: sounds.ClipDecoder
     max_clips: int | None = None
@@ -180,7 +181,7 @@ class SoundField(Field):
             clip = content(self.clips.sample_rate, self.clips.clip_samples)
             return {"waveforms": clip[None] if self.max_clips else clip}
         if self.max_clips:
-            return {"waveforms": self.clips.spread(content, self.max_clips)}
+            return {"waveforms": self.clips.load_clips(content, self.max_clips)}
         return {"waveforms": self.clips.load(content, index, epoch, augment)}
 
     from_item = staticmethod(items.sound_of)
@@ -199,7 +200,7 @@ class TextsField(Field):
     from_item = staticmethod(items.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        captions, label = texts_of(self.content(record))
+        captions, label = read_sound_texts(self.content(record))
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
         if not augment:  # validation encodes all: fail here, where the error names the sound
@@ -211,7 +212,7 @@ class TextsField(Field):
         }  # fmt: skip
 
 
-class CaptionsField(Field):
+class SoundCaptionsField(Field):
     """ "captions": those of a sound, an empty list if they cannot be read."""
 
     spec: ClassVar[FieldSpec] = TEXTS
@@ -219,13 +220,13 @@ class CaptionsField(Field):
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         try:
-            return {"captions": texts_of(self.content(record)).captions}
+            return {"captions": read_sound_texts(self.content(record)).captions}
         except (OSError, ValueError):
             return {"captions": []}
 
 
 @dataclass(frozen=True)
-class CaptionField(Field):
+class ImageCaptionField(Field):
     """ "captions": the first caption of an image, "" if it has none; and, with `tokenize` (texts -> int64 (b, t)),
     "tokens"."""
 
@@ -236,7 +237,7 @@ class CaptionField(Field):
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         caption = self.content(record)
         if isinstance(caption, FileRef):
-            caption = read_sentence(caption)
+            caption = read_single_text(caption)
         elif not isinstance(caption, str):
             caption = next(iter(texts_of_row(caption or {}).captions), "")
         return {"captions": caption, **({"tokens": self.tokenize([caption])[0]} if self.tokenize else {})}
@@ -244,7 +245,7 @@ class CaptionField(Field):
     from_item = staticmethod(items.caption_of)
 
 
-def texts_of(content: Any) -> Texts:
+def read_sound_texts(content: Any) -> Texts:
     """The captions and the class of a sound, from the content of its record for `TEXTS`. Raises OSError, and
     ValueError, in one line, if there is no caption."""
     texts = read_texts(content) if isinstance(content, FileRef) else content

@@ -19,13 +19,13 @@ from .decoding import sounds, videos
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import TrainingData
 from .fields import (
-    CaptionField,
-    CaptionsField,
     ClipField,
     Field,
+    ImageCaptionField,
     ImageField,
     OneFrameField,
     SampleDataset,
+    SoundCaptionsField,
     SoundField,
     TextsField,
 )
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Spec = str | DatasetSpec | None
 
 _LARGEST_CLIP_BYTES = 1 << 32
-_NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
+_NO_FLIP = "--random_flip would make captions and embeddings wrong: they describe the images that are not mirrored"
 
 
 def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **tar_range: Any) -> RecordSource:
@@ -91,14 +91,14 @@ def image_data(args: Any, processes: ProcessGroup, channels: int = 3) -> Trainin
 
 
 def _picture_options(args: Any, image_size: int) -> dict[str, Any]:
-    """The arguments of `ImageField` and `ClipDecoder` that follow from the flags."""
+    """The arguments of `ImageField` and `videos.ClipDecoder` that follow from the flags."""
     crop = Crop(args.crop, args.crop_area, args.seed)
     return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
 
 
 def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **options: Any) -> SampleDataset:
     """A set of clips, "videos", in which an image is a video of one frame: see `open_records` for `spec` and what is
-    raised, `ClipField` for `flip`, and `ClipDecoder` for the others."""
+    raised, `ClipField` for `flip`, and `videos.ClipDecoder` for the others."""
     if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
         raise ValueError(
             f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
@@ -155,7 +155,7 @@ def open_sounds(
 def open_sounds_in_clips(spec: str, clips: sounds.ClipDecoder, max_clips: int) -> SampleDataset:
     """A set of sounds, of each at most `max_clips` clips, and of their captions: see `open_records` for `spec` and what
     is raised, and `SoundField`."""
-    fields = [SoundField(clips, max_clips), CaptionsField()]
+    fields = [SoundField(clips, max_clips), SoundCaptionsField()]
     return SampleDataset(_open_sound_source(spec, fields), fields)
 
 
@@ -202,7 +202,7 @@ def open_conditioned(
     """
     crop = dataclasses.replace(crop, min_side=image_size)
     image = ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop)
-    fields: list[Field] = [image, CaptionField(tokenize)]
+    fields: list[Field] = [image, ImageCaptionField(tokenize)]
     stored_kinds = [] if tokenize else [kind for kind in takes if kind not in rows]
     field_specs = [*(field.spec for field in fields), *(kind.spec for kind in stored_kinds)]
     source = open_records(spec, field_specs, "scenes", seed, **tar_range)
@@ -245,7 +245,7 @@ def decoder_data(
     feed = _open_feed(open_set, args, processes, "image_folder", "image", train_options)
     with processes.raise_on_all_ranks():
         if feed.valid_samples is not None:
-            _check_widths(feed.valid_samples, feed.first, args.valid_folder)
+            _check_widths(feed.valid_samples, feed.first_samples, args.valid_folder)
     return feed
 
 

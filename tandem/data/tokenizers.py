@@ -28,16 +28,16 @@ class Tokenizer:
 
     A pickle holds only the arguments of `open_tokenizer`, so that another process reads the file again. `vocab_size` is
     the largest token + 1. `to_ids` maps a sentence to at most max_text_tokens tokens, including the start and end
-    tokens. `content` is that of the tokenizer's file; empty for CLIP's tokenizer, which is in a package. `marks`: see
-    `open_tokenizer`.
+    tokens. `content` is that of the tokenizer's file; empty for CLIP's tokenizer, which is in a package. For
+    `add_special_tokens` see `open_tokenizer`.
     """
 
     def __init__(
         self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]],
-        content: bytes = b"", marks: bool = True,
+        content: bytes = b"", add_special_tokens: bool = True,
     ) -> None:  # fmt: skip
         self.name, self.vocab_size, self.max_text_tokens = name, vocab_size, max_text_tokens
-        self._to_ids, self._content, self._marks = to_ids, content, marks
+        self._to_ids, self._content, self._add_special_tokens = to_ids, content, add_special_tokens
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]:
         """b sentences -> (int64 (b, max_text_tokens), padded with 0; the length of each without the padding, > 0).
@@ -83,7 +83,7 @@ class Tokenizer:
             )
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, int, bool]]:
-        return open_tokenizer, (self.name, self.max_text_tokens, self._marks)
+        return open_tokenizer, (self.name, self.max_text_tokens, self._add_special_tokens)
 
 
 def sha256_of_tokenizer(name: str, content: bytes) -> str:
@@ -91,32 +91,32 @@ def sha256_of_tokenizer(name: str, content: bytes) -> str:
     return hashlib.sha256(content or name.encode()).hexdigest()
 
 
-def open_tokenizer(spec: str, max_text_tokens: int, marks: bool = True) -> Tokenizer:
+def open_tokenizer(spec: str, max_text_tokens: int, add_special_tokens: bool = True) -> Tokenizer:
     """Open "clip" (49408 tokens; Radford et al. 2021, from the package open_clip) or a Hugging Face tokenizer.json.
 
     Args:
-        marks: Whether "clip" puts start and end tokens around a text; musiclm-pytorch's tokenizer, that of x-clip, does
-            not. A tokenizer.json defines its own.
+        add_special_tokens: Whether "clip" puts start and end tokens around a text; musiclm-pytorch's tokenizer, that of
+            x-clip, does not. A tokenizer.json defines its own.
 
     Raises ValueError, in one line, if a package or the file is missing, or max_text_tokens leaves no room for a token
     beside the start and end tokens.
     """
     if spec == _CLIP_NAME:
-        return _open_clip(max_text_tokens, marks)
+        return _open_clip(max_text_tokens, add_special_tokens)
     return _open_hugging_face(os.path.expanduser(spec), max_text_tokens)
 
 
-def _open_clip(max_text_tokens: int, marks: bool) -> Tokenizer:
-    if marks and max_text_tokens < 3:
-        reason = f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end"
+def _open_clip(max_text_tokens: int, add_special_tokens: bool) -> Tokenizer:
+    if add_special_tokens and max_text_tokens < 3:
+        reason = f"--max_text_tokens {max_text_tokens} leaves no room for a token between the start and end tokens"
         raise ValueError(f"{reason}: use 3 or more")
     tokenizer = _load_clip_tokenizer()
-    prefix, suffix = ([tokenizer.sot_token_id], [tokenizer.eot_token_id]) if marks else ([], [])
+    prefix, suffix = ([tokenizer.sot_token_id], [tokenizer.eot_token_id]) if add_special_tokens else ([], [])
 
     def to_ids(text: str) -> list[int]:
-        return [*prefix, *tokenizer.encode(text)[: max_text_tokens - 2 * marks], *suffix]
+        return [*prefix, *tokenizer.encode(text)[: max_text_tokens - 2 * add_special_tokens], *suffix]
 
-    return Tokenizer(_CLIP_NAME, tokenizer.vocab_size, max_text_tokens, to_ids, marks=marks)
+    return Tokenizer(_CLIP_NAME, tokenizer.vocab_size, max_text_tokens, to_ids, add_special_tokens=add_special_tokens)
 
 
 @functools.lru_cache(maxsize=1)
@@ -147,15 +147,15 @@ def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
             raise ValueError(reason)
         tokenizer = HuggingFaceTokenizer.from_str(content.decode())
         tokenizer.no_padding()
-        tokenizer.enable_truncation(max_text_tokens)  # this keeps the marks of start and end
-        n_marks = tokenizer.num_special_tokens_to_add(is_pair=False)
+        tokenizer.enable_truncation(max_text_tokens)  # this keeps the start and end tokens
+        n_special = tokenizer.num_special_tokens_to_add(is_pair=False)
     except BaseException as error:  # the package raises plain Exception, and its panics of Rust are BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = f"cannot read the tokenizer {path!r}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"{reason}; it has to be a Hugging Face tokenizer.json") from None
-    if n_marks >= max_text_tokens:
-        raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_marks} marks of start and end")
+    if n_special >= max_text_tokens:
+        raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_special} start and end tokens")
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
 
     def to_ids(text: str) -> list[int]:

@@ -247,7 +247,7 @@ class Run:
         with self.processes.raise_on_all_ranks():
             if self.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
                 start = {"script": invocation.script, "step": self.progress.step, **self.backend.describe()}
-                start["data_fingerprint"] = self.feed.first.fingerprint
+                start["data_fingerprint"] = self.feed.first_samples.fingerprint
                 changed_flags = self.folder.begin(invocation.settings, start)
                 self.checkpoints.undeleted += self._averages.cut_back(self.progress.step)
             self.tracker.cut_back(self.progress.step, keep_evaluation=bool(self.previous_evaluation))

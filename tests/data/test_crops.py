@@ -47,7 +47,7 @@ def test_regions_reach_every_edge_of_the_picture():
 
 
 def test_a_random_square_is_everywhere_where_it_fits_equally_often():
-    found = [Crop("random", seed=3).cut(0, index)(45, 40) for index in range(N)]
+    found = [Crop("random", seed=3).square_chooser(0, index)(45, 40) for index in range(N)]
     assert {square.side for square in found} == {40} and {square.top for square in found} == {0}
     counts = np.bincount([int(square.left) for square in found], minlength=6)
     assert len(counts) == 6
@@ -60,7 +60,7 @@ def test_the_square_is_a_largest_one_of_its_region_and_in_its_middle_unless_it_i
     is_in_the_middle = []
     for index in range(200):
         left, top, across, down = crop.region(300, 200, Draws("square", 1, 2, index))
-        square = crop.cut(2, index)(300, 200)
+        square = crop.square_chooser(2, index)(300, 200)
         assert square.side == min(across, down)
         assert left <= square.left <= left + across - square.side and top <= square.top <= top + down - square.side
         is_in_the_middle.append(
@@ -83,7 +83,7 @@ def test_a_random_square_of_an_image_is_cut_in_training_alone(tmp_path, width, h
     images = open_images(str(tmp_path), image_size=40, seed=5, crop=crop)
     begins = set()
     for epoch in range(20):
-        left, top, _ = map(int, crop.cut(epoch, 0)(width, height))
+        left, top, _ = map(int, crop.square_chooser(epoch, 0)(width, height))
         image = images.load(0, epoch, augment=True)["images"]
         assert torch.equal(image[0, 0], torch.arange(left, left + 40).to(torch.uint8))
         assert torch.equal(image[1, :, 0], torch.arange(top, top + 40).to(torch.uint8))
@@ -101,7 +101,7 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     Image.fromarray(pixels.astype(np.uint8)).save(path, **({"quality": 100} if ending == "jpg" else {}))
     square = Square(100, 40, 160)
-    found = decode_image(FileRef(str(path)), 32, 3, cut=lambda width, height: square)
+    found = decode_image(FileRef(str(path)), 32, 3, choose_square=lambda width, height: square)
     expected = Image.open(path).resize((32, 32), Image.Resampling.BILINEAR, box=(100, 40, 260, 200))
     difference = np.abs(found.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
@@ -114,10 +114,11 @@ def test_a_region_of_a_turned_image_is_turned(tmp_path):
         exif[0x0112] = 6  # to be turned by a quarter, clockwise
         image.save(tmp_path / "b.png", exif=exif)
 
-    def cut(width: int, height: int) -> Square:
+    def choose_square(width: int, height: int) -> Square:
         return Square(width - 40, 0, 40)
 
-    plain, turned = (decode_image(FileRef(str(tmp_path / f"{name}.png")), 40, 3, cut=cut) for name in "ab")
+    files = [FileRef(str(tmp_path / f"{name}.png")) for name in "ab"]
+    plain, turned = (decode_image(file, 40, 3, choose_square=choose_square) for file in files)
     assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
 
 

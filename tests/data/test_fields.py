@@ -16,7 +16,7 @@ from PIL import Image
 from tandem.data.bad_samples import BadDatasetItem
 from tandem.data.decoding.images import FORMATS
 from tandem.data.embeddings import KINDS
-from tandem.data.fields import TEXTS, texts_of
+from tandem.data.fields import TEXTS, read_sound_texts
 from tandem.data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
 from tandem.data.sources.record import FileRef
 from tandem.data.sources.user_dataset import DatasetSpec
@@ -62,13 +62,13 @@ def test_a_set_of_sounds_without_captions_says_what_holds_them(tmp_path):
 ])  # fmt: skip
 def test_captions_in_a_file_are_told_apart(name, content, captions, label, tmp_path):
     (tmp_path / name).write_text(content)
-    assert texts_of(FileRef(str(tmp_path / name))) == (captions, label)
+    assert read_sound_texts(FileRef(str(tmp_path / name))) == (captions, label)
 
 
 def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_another_thing(tmp_path):
     def read(columns: str, row: str) -> Any:
         (tmp_path / "set.csv").write_text(f"path,{columns}\na.wav,{row}\n")
-        return texts_of(hearing(str(tmp_path / "set.csv")).samples.source.record(0).get("texts"))
+        return read_sound_texts(hearing(str(tmp_path / "set.csv")).samples.source.record(0).get("texts"))
 
     assert read("captions", '"[""three"", ""four, five""]"') == (["three", "four, five"], None)
     numbered = "caption_1,caption_2,caption_3,caption_4,caption_5,text"
@@ -79,8 +79,8 @@ def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_ano
 @pytest.mark.parametrize("content", ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}'])
 def test_a_file_without_a_caption_is_bad(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
-    assert "caption" in one_line(texts_of, FileRef(str(tmp_path / "a.json")))
-    assert TEXTS.endings == (".json", ".txt") and ".txt nor a .json" in one_line(texts_of, None)
+    assert "caption" in one_line(read_sound_texts, FileRef(str(tmp_path / "a.json")))
+    assert TEXTS.endings == (".json", ".txt") and ".txt nor a .json" in one_line(read_sound_texts, None)
 
 
 # Images.

@@ -17,12 +17,12 @@ from tandem.data.bad_samples import SampleIncomplete
 from tandem.data.decoding import sounds, videos
 from tandem.data.embeddings import IMAGE, TEXT, EmbeddingField
 from tandem.data.fields import (
-    CaptionField,
-    CaptionsField,
     ClipField,
     Field,
+    ImageCaptionField,
     ImageField,
     SampleDataset,
+    SoundCaptionsField,
     SoundField,
     TextsField,
 )
@@ -85,7 +85,7 @@ def planar(picture: np.ndarray) -> Found:
 
 FIELDS = {
     "image": Case(
-        lambda: [ImageField(SIZE, enlarge=False), CaptionField()],
+        lambda: [ImageField(SIZE, enlarge=False), ImageCaptionField()],
         ({**IMAGED, "txt": MARK + b"a house\r\n"}, {**planar(PICTURE), "captions": "a house"}),
         ({"png": IMAGED["png"][:50], "txt": b"a tree"}, (BAD, "")),
         ({"png": png(OTHER[:, :5]), "txt": b"a dog"}, (LEFT_OUT, "5 pixels, fewer than 8")),
@@ -114,7 +114,7 @@ FIELDS = {
         part={"waveforms": WAVE[RATE // 40 : RATE // 40 + CLIP]},
     ),
     "clips": Case(  # spread over a sound
-        lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP), max_clips=3), CaptionsField()],
+        lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP), max_clips=3), SoundCaptionsField()],
         ({"wav": wav(WAVE, RATE), "txt": b"a bell"}, {"waveforms": WAVE.reshape(2, CLIP), "captions": ["a bell"]}),
         ({"wav": b"none", "txt": b"a horn"}, (BAD, "")),
         ({"wav": wav(WAVE[: CLIP // 4], RATE), "txt": b"a drum"}, {"waveforms": np.tile(WAVE[: CLIP // 4], 4)[None]}),

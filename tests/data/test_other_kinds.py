@@ -13,7 +13,7 @@ import pytest
 from tandem.data.decoding.arrays import read_array_header
 from tandem.data.decoding.images import decode_image
 from tandem.data.decoding.sounds import ClipDecoder as SoundDecoder
-from tandem.data.decoding.texts import read_sentence, read_texts
+from tandem.data.decoding.texts import read_single_text, read_texts
 from tandem.data.decoding.videos import ClipDecoder as VideoDecoder
 from tandem.data.fields import TEXTS, ImageField
 from tandem.data.sources.opening import open_source
@@ -48,7 +48,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     ".mp4": lambda path: VideoDecoder(8, 2).load(FileRef(str(path)), 0),
     ".npy": lambda path: read_array_header(FileRef(str(path))),
     ".txt": lambda path: read_texts(FileRef(str(path))),
-    ".caption.txt": lambda path: read_sentence(FileRef(str(path))),
+    ".caption.txt": lambda path: read_single_text(FileRef(str(path))),
     ".caption.json": lambda path: read_texts(FileRef(str(path))),
     ".tokenizer.json": lambda path: open_tokenizer(str(path), 8),
     ".json": read_json,
@@ -67,4 +67,4 @@ def test_what_stands_in_the_place_of_a_file_is_named_with_what_to_do(ending: str
 def test_captions_that_only_look_alike_are_captions(tmp_path: Path) -> None:
     for caption in ("version 2 of a poster", "Rar! says the bird", "BZhang in a park", "<head> of a horse", "a\0b"):
         (tmp_path / "a.txt").write_text(caption)
-        assert read_sentence(FileRef(str(tmp_path / "a.txt"))) == caption
+        assert read_single_text(FileRef(str(tmp_path / "a.txt"))) == caption

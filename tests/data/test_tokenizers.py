@@ -40,10 +40,10 @@ def test_longer_text_keeps_its_beginning_and_the_mark_of_the_end():
 
 def test_without_marks_clip_is_the_tokenizer_of_x_clip() -> None:
     """musiclm-pytorch's texts; a pickle of it, which a loader's process gets, makes none either."""
-    for tokenizer in (plain := open_tokenizer("clip", 4, marks=False), pickle.loads(pickle.dumps(plain))):
+    for tokenizer in (plain := open_tokenizer("clip", 4, add_special_tokens=False), pickle.loads(pickle.dumps(plain))):
         tokens, lengths = tokenizer.encode(["a photo of a cat", "hello world!"])
         assert tokens.tolist() == [[320, 1125, 539, 320], [3306, 1002, 256, 0]] and lengths == [4, 3]
-    assert open_tokenizer("clip", 1, marks=False).encode(["a cat"])[0].tolist() == [[320]]
+    assert open_tokenizer("clip", 1, add_special_tokens=False).encode(["a cat"])[0].tolist() == [[320]]
 
 
 def hugging_face(path: Path, words: dict[str, int], marks: bool = True) -> str:

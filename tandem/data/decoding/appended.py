@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tandem.data.sources.files import RandomAccessFile
 
-from .flac import ends_elsewhere
+from .flac import has_other_length
 
 _MAX_OGG_PAGE_BYTES = 1 << 16  # rounded up (RFC 3533)
 _MAX_MP3_FRAME_BYTES = 1441
@@ -22,15 +22,15 @@ def check_nothing_appended(sound: Any, file: RandomAccessFile) -> None:
     Signs of a second stream: in Ogg another serial number; in MP3 data behind the length in the Xing tag (without the
     tag libsndfile reads all); in FLAC the number of the last frame; in other formats a second header where the first
     stream ends. libsndfile itself refuses such WAV and AIFF files."""
-    is_longer = {
+    detect = {
         "OGG": lambda: _is_chained_ogg(sound, file),
         "MP3": lambda: _has_more_mp3(file),
-        "FLAC": lambda: ends_elsewhere(file, sound.frames),
+        "FLAC": lambda: has_other_length(file, sound.frames),
         "AU": lambda: _has_second_header(file, _find_au_end(file)),
         "W64": lambda: _has_second_header(file, int.from_bytes(file.pread(8, 16), "little")),
         "CAF": lambda: _has_second_header(file, _find_caf_end(file)),
     }.get(sound.format)
-    if is_longer and is_longer():
+    if detect and detect():
         raise ValueError(
             "it holds several streams one after the other, of which the first alone would be heard: write them as one, "
             "such as by ffmpeg -i OLD NEW.flac"
@@ -42,7 +42,7 @@ def _has_second_header(file: RandomAccessFile, end: int) -> bool:
 
 
 def _find_au_end(file: RandomAccessFile) -> int:
-    """The offset of the samples and their size, added."""
+    """The end of the samples of an AU file: their offset plus their size."""
     byte_order: Literal["big", "little"] = "big" if file.pread(4, 0) == b".snd" else "little"
     return sum(int.from_bytes(file.pread(4, offset), byte_order) for offset in (4, 8))
 

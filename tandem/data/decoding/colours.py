@@ -28,7 +28,7 @@ _SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # by mode, the colour spa
 _LEVEL_TOLERANCE = 1  # of 255: the largest difference of a profile that is equivalent to sRGB
 
 
-def resizable(image: Image.Image) -> Image.Image:
+def to_resizable_mode(image: Image.Image) -> Image.Image:
     """Picture of any mode -> L, LA, RGB or RGBA; CMYK stays CMYK if it has a profile, which `to_srgb` applies.
 
     Raises ValueError, in one line, if neither the mode nor a tag of the file states the range of the samples.
@@ -73,8 +73,8 @@ def explain_unread_tiff(file: Any) -> str:
 
 
 def to_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
-    """A result of `resizable` in sRGB: L, LA, RGB or RGBA. As in browsers, a damaged profile, or one for another mode,
-    is ignored, and a picture without a profile is taken for sRGB."""
+    """A result of `to_resizable_mode` in sRGB: L, LA, RGB or RGBA. As in browsers, a damaged profile, or one for
+    another mode, is ignored, and a picture without a profile is taken for sRGB."""
     has_alpha = picture.mode in ("LA", "RGBA")
     colours = picture.convert(picture.mode[:-1]) if profile and has_alpha else picture
     transform = _build_srgb_transform(profile, colours.mode) if profile else None

@@ -9,28 +9,28 @@ from typing import NamedTuple
 
 from tandem.data.sources.files import FileWindow, RandomAccessFile, SeekableFile
 
-_MAX_START_BYTES = 1 << 20  # bytes; an ID3 tag may precede the stream
-_MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23  # bytes; a frame has at most 65535 samples of 8 channels
+_MAX_START_BYTES = 1 << 20  # an ID3 tag may precede the stream
+_MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23  # a frame has at most 65535 samples of 8 channels
 _STREAM_INFO = 8  # bytes from "fLaC" to the content of the block STREAMINFO
 _LENGTH_BITS = 36  # the last ones of the 64 bits that begin with the sample rate
 _CRC_8, _CRC_16 = (8, 0x07), (16, 0x8005)
 _TAG_MARKS = re.compile(rb"TAG|APETAGEX|ID3")  # tags that programs write behind the last frame
 
 
-def with_length(file: RandomAccessFile) -> FileWindow:
-    """A FLAC file with its length written into its header. A truncated last frame is not counted.
+def restore_length(file: RandomAccessFile) -> FileWindow:
+    """The FLAC file with its length, found from its last frame, in its header. A truncated last frame is not counted.
 
     Raises ValueError, in one line, if no frames are found at its end.
     """
     start = file.pread(_MAX_START_BYTES, 0)
-    info = start.find(b"fLaC") + _STREAM_INFO
-    last = _find_last(file, int.from_bytes(start[info + 2 : info + 4], "big"))
+    info_offset = start.find(b"fLaC") + _STREAM_INFO
+    last = _find_last_frame(file, int.from_bytes(start[info_offset + 2 : info_offset + 4], "big"))
     total = last.first + (last.samples if last.is_whole else 0) if last else 0
     if not 0 < total < 1 << _LENGTH_BITS:
         raise ValueError("its header does not state its length, and no whole frame of a FLAC file is at its end")
     # The sample rate, the number of channels and the bits of a sample.
-    format_bits = int.from_bytes(start[info + 10 : info + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
-    header = start[: info + 10] + (format_bits | total).to_bytes(8, "big")
+    format_bits = int.from_bytes(start[info_offset + 10 : info_offset + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
+    header = start[: info_offset + 10] + (format_bits | total).to_bytes(8, "big")
     return FileWindow(_PatchedFile(file, header))
 
 
@@ -50,35 +50,36 @@ class _PatchedFile(SeekableFile):
 
 
 class _LastFrame(NamedTuple):
-    """A frame: the number of its first sample, the number of its samples, and whether the file holds all of it."""
+    """A frame: the index of its first sample, the count of its samples, and whether the file holds all of it."""
 
     first: int
     samples: int
     is_whole: bool
 
 
-def ends_elsewhere(file: RandomAccessFile, n_samples: int) -> bool:
-    """Whether a file whose header states `n_samples` (per channel) ends with a whole frame at another sample, because
+def has_other_length(file: RandomAccessFile, n_samples: int) -> bool:
+    """Whether the last frame of a file does not end at sample `n_samples` (per channel), as its header states, because
     another file was appended. An appended file of the same length is not detected."""
     info, n_bytes = file.pread(_STREAM_INFO + 4, 0), file.size
     if not info.startswith(b"fLaC"):  # it begins with a tag
         return False
-    block = int.from_bytes(info[-2:], "big")
-    begin = max(0, n_bytes - 3 * n_bytes * block // max(2 * n_samples, 1) - 16)  # 1.5 times the mean size of a frame
-    frames = _find_frames(file.pread(n_bytes - begin, begin), block)
+    block_size = int.from_bytes(info[-2:], "big")
+    # The usual case: the last frame is in the last bytes, 1.5 times the mean size of a frame, and ends where it should.
+    begin = max(0, n_bytes - 3 * n_bytes * block_size // max(2 * n_samples, 1) - 16)
+    frames = _find_frames(file.pread(n_bytes - begin, begin), block_size)
     if any(first + samples == n_samples for _, first, samples in frames):
-        return False  # the usual case
-    last = _find_last(file, block)
+        return False
+    last = _find_last_frame(file, block_size)
     return last is not None and last.is_whole and last.first + last.samples != n_samples
 
 
-def _find_last(file: RandomAccessFile, block: int) -> _LastFrame | None:
-    """The last frame of a file; None if none is found. `block`: the samples of each frame but the last."""
+def _find_last_frame(file: RandomAccessFile, block_size: int) -> _LastFrame | None:
+    """The last frame of a file; None if none is found. `block_size`: the samples of each frame but the last."""
     n = _MIN_END_BYTES
     while n <= _MAX_END_BYTES:
         begin = max(0, file.size - n)
         content = file.pread(n, begin)
-        frames = _find_frames(content, block)
+        frames = _find_frames(content, block_size)
         ends = {first + samples for _, first, samples in frames}
         for position, first, samples in reversed(frames):
             if first in ends or (first == 0 and begin == 0):  # a chance match does not follow another frame
@@ -95,35 +96,40 @@ def _is_whole(content: bytes) -> bool:
     return any(_compute_remainder(content[:end], *_CRC_16) == 0 for end in ends)
 
 
-def _find_frames(content: bytes, block: int) -> list[tuple[int, int, int]]:
-    """Candidates for frames: the position, the number of the first sample, and the number of samples."""
+def _find_frames(content: bytes, block_size: int) -> list[tuple[int, int, int]]:
+    """Candidates for frames: the position, the index of the first sample, and the count of samples."""
     frames, at = [], content.find(b"\xff")
     while at >= 0:
-        if content[at + 1 : at + 2] in (b"\xf8", b"\xf9") and (header := _parse_frame(content[at : at + 16], block)):
+        is_sync = content[at + 1 : at + 2] in (b"\xf8", b"\xf9")
+        if is_sync and (header := _parse_frame(content[at : at + 16], block_size)):
             frames.append((at, *header))
         at = content.find(b"\xff", at + 1)
     return frames
 
 
-def _parse_frame(header: bytes, block: int) -> tuple[int, int] | None:
-    """The number of a frame's first sample and its number of samples; None if this is no frame header."""
+def _parse_frame(header: bytes, block_size: int) -> tuple[int, int] | None:
+    """The index of a frame's first sample and the count of its samples; None if this is no frame header."""
     if len(header) < 16:
         header += bytes(16 - len(header))
-    kind, code, rate, ones = header[1] & 1, header[2] >> 4, header[2] & 15, 8 - (header[4] ^ 0xFF).bit_length()
-    if code == 0 or rate == 15 or header[3] & 1 or ones in (1, 8):
+    is_variable, size_code, rate_code = header[1] & 1, header[2] >> 4, header[2] & 15
+    ones = (
+        8 - (header[4] ^ 0xFF).bit_length()
+    )  # leading ones of the coded number: as many as its bytes, none for one byte
+    if size_code == 0 or rate_code == 15 or header[3] & 1 or ones in (1, 8):
         return None
     end = 4 + max(1, ones)
     number = header[4] & (0x7F >> ones)
     for byte in header[5:end]:  # coded as in UTF-8
         number = number << 6 | byte & 0x3F
-    samples = 192 if code == 1 else 576 << (code - 2) if code < 6 else 256 << (code - 8) if code > 7 else 0
-    if not samples:
-        width = code - 5
+    if size_code in (6, 7):  # the size follows, in one byte or two
+        width = size_code - 5
         samples, end = int.from_bytes(header[end : end + width], "big") + 1, end + width
-    end += {12: 1, 13: 2, 14: 2}.get(rate, 0)
+    else:
+        samples = 192 if size_code == 1 else 576 << (size_code - 2) if size_code < 6 else 256 << (size_code - 8)
+    end += {12: 1, 13: 2, 14: 2}.get(rate_code, 0)
     if _compute_remainder(header[: end + 1], *_CRC_8):
         return None
-    return (number if kind else number * block), samples
+    return (number if is_variable else number * block_size), samples
 
 
 def _compute_remainder(content: bytes, bits: int, polynomial: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .images import CropFunction, check_shape
+from .images import ChooseSquare, check_aspect_ratio
 
 Picture = npt.NDArray[np.uint8]
 
@@ -20,30 +20,30 @@ class Frame(NamedTuple):
     duration: float
 
 
-class Converter:
+class FrameConverter:
     """Frame -> upright RGB uint8. Transparent pixels are blended with white. One converter serves all frames of a clip,
     because FFmpeg allocates megabytes for each.
 
     Args:
-        side: The result is (side, side, 3): the centre crop, or the square that `cut` returns.
+        side: The result is (side, side, 3): the centre crop, or the square that `choose_square` returns.
         pixel_width: Width over height of a pixel of the video.
         is_opaque: Whether alpha is ignored.
-        multiple: Without `cut`: the result is (height, width, 3) in the aspect ratio of the video (see `check_shape`),
-            resized so that the shorter side is `side`, and cropped to multiples of this number.
+        multiple: Without `choose_square`: the result is (height, width, 3) in the aspect ratio of the video (see
+            `check_aspect_ratio`), resized so that the shorter side is `side`, and cropped to multiples of this number.
     """
 
     def __init__(
         self,
         side: int,
         pixel_width: float,
-        cut: CropFunction | None = None,
+        choose_square: ChooseSquare | None = None,
         is_opaque: bool = False,
         multiple: int | None = None,
     ) -> None:
         from av.video.reformatter import VideoReformatter
 
-        self._side, self._pixel_width, self._cut, self._is_opaque = side, pixel_width, cut, is_opaque
-        self._multiple = multiple
+        self._side, self._pixel_width, self._choose_square = side, pixel_width, choose_square
+        self._is_opaque, self._multiple = is_opaque, multiple
         self._resize, self._to_rgba = VideoReformatter().reformat, VideoReformatter().reformat
 
     def __call__(self, frame: Frame) -> Picture:
@@ -52,8 +52,8 @@ class Converter:
             image = image if self._is_opaque else self._blend_with_white(image)
         sides = image.width * self._pixel_width, image.height
         if self._multiple:
-            check_shape(*sides)
-        square = self._cut(*(max(1, round(side)) for side in sides)) if self._cut else None
+            check_aspect_ratio(*sides)
+        square = self._choose_square(*(max(1, round(side)) for side in sides)) if self._choose_square else None
         shorter = square.side if square else min(sides)
         width, height = (max(self._side, round(side * self._side / shorter)) for side in sides)
         method = "AREA" if shorter > self._side else "BICUBIC"

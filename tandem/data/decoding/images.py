@@ -24,7 +24,7 @@ from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
-from .colours import explain_unread_tiff, resizable, to_srgb
+from .colours import explain_unread_tiff, to_resizable_mode, to_srgb
 
 # Pillow's formats that are read, and the endings by which their files are listed. The content decides the format, so
 # that a GIF called .png is read, too. Other formats are refused, because PostScript would start Ghostscript.
@@ -41,7 +41,7 @@ ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
 MAX_ASPECT_RATIO = 4  # the largest ratio of sides with --keep_aspect; it limits the memory
 PILLOW_BILINEAR = "ours"  # resizing as in training: Pillow's antialiased bilinear filter
-_BUFFER_BYTES = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
+_BUFFER_BYTES = 1 << 16  # Pillow reads a JPEG in pieces of this size
 _TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -55,9 +55,9 @@ WIDEST_RATIO = 4 / 3  # the widest region of a crop, as width over height; the t
 _MAX_DRAWS = 10
 
 _JPEG_BEHIND_JPEG = b"\xff\xd9\xff\xd8\xff"  # the end of one JPEG and the start of another
-_PNG_END_BYTES = 24  # bytes: the last checksum, and the start of the next file
-_PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_PNG_END_BYTES = 24  # the last checksum, and the start of the next file
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _MAX_PNG_BYTES = 1 << 28  # of a PNG that is read again without its comments
 # Pillow allows 1 MiB for one comment or profile of a PNG; allow as much as for all of them together, 64 MiB.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
@@ -74,7 +74,7 @@ class Square(NamedTuple):
     side: float
 
 
-CropFunction = Callable[[int, int], Square]  # width and height of a picture -> the square that becomes the sample
+ChooseSquare = Callable[[int, int], Square]  # width and height of a picture -> the square that becomes the sample
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Crop:
     seed: int = 0
     min_side: int = 1
 
-    def cut(self, epoch: int, index: int) -> CropFunction | None:
-        """The function that returns the square of a sample in an epoch, the same for all pictures of one size; None for
+    def square_chooser(self, epoch: int, index: int) -> ChooseSquare | None:
+        """The function that chooses the square of a sample in an epoch, the same for all pictures of one size; None for
         the centre crop, the decoders' default."""
         is_plain = self.place == "center" and self.area is None
         return None if is_plain else functools.partial(self._draw_square, epoch, index)
@@ -126,7 +126,7 @@ class Crop:
 CENTER = Crop()
 
 
-def check_shape(width: float, height: float) -> None:
+def check_aspect_ratio(width: float, height: float) -> None:
     """Raise ValueError, in one line, if the ratio of the sides exceeds MAX_ASPECT_RATIO."""
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
@@ -172,7 +172,7 @@ def _has_more_pictures(image: Image.Image, file: Any) -> bool:
                 return False
             file.seek(max(0, position - _BUFFER_BYTES))
             return _JPEG_BEHIND_JPEG in file.read(_BUFFER_BYTES + len(_JPEG_BEHIND_JPEG))
-        if image.format == "PNG" and _PNG in file.read(_PNG_END_BYTES):
+        if image.format == "PNG" and _PNG_SIGNATURE in file.read(_PNG_END_BYTES):
             return True
         if image.format == "WEBP":
             file.seek(4)
@@ -185,12 +185,12 @@ def _has_more_pictures(image: Image.Image, file: Any) -> bool:
 def _strip_png(file: Any) -> io.BytesIO | None:
     """A PNG with only the chunks of its pixels, because a comment may be damaged; None for another file."""
     file.seek(0)
-    if file.read(len(_PNG)) != _PNG:
+    if file.read(len(_PNG_SIGNATURE)) != _PNG_SIGNATURE:
         return None
-    content, chunks, begin = file.read(_MAX_PNG_BYTES), [_PNG], 0
+    content, chunks, begin = file.read(_MAX_PNG_BYTES), [_PNG_SIGNATURE], 0
     while len(header := content[begin : begin + 8]) == 8:
         end = begin + 12 + int.from_bytes(header[:4], "big")  # length, name, content and checksum
-        if header[4:] in _PNG_PIXELS:
+        if header[4:] in _PNG_PIXEL_CHUNKS:
             chunks.append(content[begin:end])
         begin = end
     return io.BytesIO(b"".join(chunks))
@@ -204,7 +204,7 @@ def _open_image(file: Any) -> Image.Image:
         beginning = file.read(LONGEST_BEGINNING)
         formats = ", ".join(name for name, endings in FORMATS.items() if endings)
         reason = "the file is empty" if not beginning else other_kind(beginning) or explain_unread_tiff(file)
-        unknown = f"the content is none of {formats}, or of a kind of them that Pillow does not read"
+        unknown = f"the content is none of {formats}, or a variant that Pillow does not read"
         raise ValueError(reason or unknown) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         raise _one_line_error(error) from error
@@ -215,7 +215,7 @@ def decode_picture(
     image_size: int,
     channels: int,
     enlarge: bool = True,
-    cut: CropFunction | None = None,
+    choose_square: ChooseSquare | None = None,
     resize: str = PILLOW_BILINEAR,
     multiple: int | None = None,
 ) -> Tensor:
@@ -225,10 +225,11 @@ def decode_picture(
         channels: 3: RGB, with white behind transparent pixels; 4: RGBA, opaque if the picture has no alpha.
         enlarge: Whether a picture whose shorter side has fewer than `image_size` pixels is enlarged; else it raises
             `SampleIncomplete`.
-        cut: The square that is resized; by default the shorter side is resized and the longer one centre-cropped.
-        resize: PILLOW_BILINEAR or, without `cut`, one of RESIZES.
-        multiple: Without `cut` and `resize`: the result is (channels, height, width) in the aspect ratio of the picture
-            (see `check_shape`), cropped to multiples of this number.
+        choose_square: Chooses the square that is resized; by default the shorter side is resized and the longer one
+            centre-cropped.
+        resize: PILLOW_BILINEAR or, without `choose_square`, one of RESIZES.
+        multiple: Without `choose_square` and `resize`: the result is (channels, height, width) in the aspect ratio of
+            the picture (see `check_aspect_ratio`), cropped to multiples of this number.
 
     Raises ValueError, in one line, if the content cannot be decoded, or has more than 179 million pixels, which Pillow
     refuses as a decompression bomb.
@@ -237,15 +238,15 @@ def decode_picture(
         raise SampleIncomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
         if resize != PILLOW_BILINEAR:
-            picture = to_srgb(resizable(image), image.info.get("icc_profile"))
+            picture = to_srgb(to_resizable_mode(image), image.info.get("icc_profile"))
             picture = _convert_channels(_turn_upright(picture, image), channels)
             return _to_tensor(_crop_center(RESIZES[resize](picture, image_size), image_size))
-        left, top, side = _decode_small(image, image_size, cut)
+        left, top, side = _set_draft(image, image_size, choose_square)
         box, size = (left, top, left + side, top + side), (image_size, image_size)
         if multiple:
-            box, size = _region_in_shape(side + 2 * left, side + 2 * top, image_size, multiple)
+            box, size = _find_box_and_size(side + 2 * left, side + 2 * top, image_size, multiple)
         # Pillow weights colours by alpha when it resizes.
-        picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
+        picture = to_resizable_mode(image).resize(size, Image.Resampling.BILINEAR, box=box)
         picture = to_srgb(picture, image.info.get("icc_profile"))
         return _to_tensor(_convert_channels(_turn_upright(picture, image), channels))
     except Exception as error:
@@ -270,11 +271,12 @@ def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
     return picture.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else picture
 
 
-def _decode_small(image: Image.Image, size: int, cut: CropFunction | None) -> Square:
-    """The square of the crop, after Pillow was set to decode a JPEG at 1/2, 1/4 or 1/8 of its size if the square then
-    still has `size` pixels. The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5."""
+def _set_draft(image: Image.Image, size: int, choose_square: ChooseSquare | None) -> Square:
+    """Set Pillow to decode a JPEG at 1/2, 1/4 or 1/8 of its size, if the square of the crop then still has `size`
+    pixels. Returns the square, in decoded pixels: the decoder rounds up, e.g. 375 pixels at 1/2 become 188, of which
+    the image covers 187.5."""
     full_size = image.size
-    square = cut(*full_size) if cut else None
+    square = choose_square(*full_size) if choose_square else None
     target_size = size if square is None else math.ceil(size * min(full_size) / square.side)
     draft = image.draft(None, (target_size, target_size))
     width, height = draft[1][2:] if draft else full_size
@@ -285,11 +287,12 @@ def _decode_small(image: Image.Image, size: int, cut: CropFunction | None) -> Sq
     return Square(*(scale * length for length in square))
 
 
-def _region_in_shape(
+def _find_box_and_size(
     width: float, height: float, image_size: int, multiple: int
 ) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
-    """The middle region of a picture of this size that is resized, and its new width and height."""
-    check_shape(width, height)
+    """The box in the middle of a picture (left, top, right, bottom) that is resized, and its new width and height,
+    which are multiples of `multiple`."""
+    check_aspect_ratio(width, height)
     scale = min(width, height) / image_size
     w, h = (round(length / scale) // multiple * multiple for length in (width, height))
     left, top = (max(0.0, (length - side * scale) / 2) for length, side in ((width, w), (height, h)))

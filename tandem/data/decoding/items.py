@@ -15,7 +15,7 @@ from tandem.data.sources.record import FileRef
 from tandem.data.sources.user_dataset import as_array, describe_object
 
 from .sounds import SAMPLE_RATES
-from .texts import Texts, sentence, texts_of_object
+from .texts import Texts, normalize_text, texts_of_object
 
 IMAGE_NAMES = ("image", "img")
 ARRAY_SHAPES = {1: "(d,)", 2: "(tokens, d)"}  # of stored embeddings, by dimensions
@@ -66,8 +66,8 @@ def image_of(item: Any) -> Image.Image:
     return _to_picture(item_part(item, *IMAGE_NAMES), item, _IMAGE)
 
 
-class Video(NamedTuple):
-    """The frames (t, c, h, w) of an item, c 1, 3 or 4, uint8 or floats."""
+class VideoItem(NamedTuple):
+    """An item that is a video, and its frames (t, c, h, w), c 1, 3 or 4, uint8 or floats."""
 
     item: Any
     frames: np.ndarray
@@ -84,11 +84,11 @@ class Video(NamedTuple):
         return float(fps)
 
 
-def video_of(item: Any) -> Video:
+def video_of(item: Any) -> VideoItem:
     frames = as_array(item_part(item, "video"))
     if frames is None or frames.ndim != 4 or 0 in frames.shape:
         raise item_error(item, _CLIP)
-    return Video(item, frames)
+    return VideoItem(item, frames)
 
 
 def sound_of(item: Any) -> FileRef:
@@ -136,7 +136,7 @@ def caption_of(item: Any) -> str:
         caption = None
     if not (caption is None or isinstance(caption, str)):
         raise item_error(item, 'one whose "caption" is a text')
-    return sentence(caption or "")
+    return normalize_text(caption or "")
 
 
 def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:

@@ -31,7 +31,7 @@ from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
 from .appended import check_nothing_appended
-from .flac import with_length
+from .flac import restore_length
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 # Further formats of libsndfile, except raw samples, whose sample rate is unknown.
@@ -72,9 +72,9 @@ class ClipDecoder:
         with _open_sound(ref) as sound:
             return torch.from_numpy(self._cut_clip(sound, choose, ref))
 
-    def spread(self, ref: FileRef, max_clips: int) -> Tensor:
-        """The clips (k, clip_samples) that cover a sound, at most `max_clips`, spread evenly from its beginning to its
-        end, see `clip_starts`. Only the clips are decoded. Raises what `load` raises."""
+    def load_clips(self, ref: FileRef, max_clips: int) -> Tensor:
+        """Sound -> (k, clip_samples): the clips that cover it, at most `max_clips`, spread evenly from its beginning to
+        its end, see `clip_starts`. Only the clips are decoded. Raises what `load` raises."""
         with _open_sound(ref) as sound:
             (first, last), rate = _find_part(sound, ref), sound.samplerate
         size = math.ceil(self.clip_samples * rate / self.sample_rate)
@@ -83,6 +83,7 @@ class ClipDecoder:
         return torch.stack([self.load(clip, 0) for clip in (clips if len(clips) > 1 else [ref])])
 
     def _cut_clip(self, sound: Any, choose: Callable[[int], int], ref: FileRef) -> Array:
+        """`choose` takes the number of possible starts, n, and returns one of 0 .. n - 1."""
         (first, last), rate = _find_part(sound, ref), sound.samplerate
         clip_frames = -(-self.clip_samples * rate // self.sample_rate)
         step = _clip_step(rate, self.sample_rate)
@@ -148,7 +149,7 @@ def _open_sound(ref: FileRef) -> Iterator[Any]:
                     check_nothing_appended(sound, content)
                     yield sound
                     return
-            with soundfile.SoundFile(with_length(content)) as sound:
+            with soundfile.SoundFile(restore_length(content)) as sound:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
         reason = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"

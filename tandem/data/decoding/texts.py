@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tandem.data.sources.record import FileRef
 from tandem.io.reading import BYTE_ORDER_MARK, parse_json, plain_text, text_lines
 
-_LONGEST_TEXT, _LONGEST_SENTENCE = 1 << 20, 1 << 16  # bytes
+_MAX_TEXTS_BYTES, _MAX_SINGLE_TEXT_BYTES = 1 << 20, 1 << 16
 NUMBERED_CAPTIONS = tuple(f"caption_{number}" for number in range(1, 6))
 TEXT_KEYS = ("caption", "captions", *NUMBERED_CAPTIONS, "text")
 
@@ -26,7 +26,7 @@ def read_texts(ref: FileRef) -> Texts:
 
     Raises OSError if the file cannot be read and ValueError, in one line, if its content has neither form.
     """
-    content = ref.read(_LONGEST_TEXT)
+    content = ref.read(_MAX_TEXTS_BYTES)
     try:
         if ref.name.lower().endswith(".json"):
             return texts_of_object(parse_json(content))
@@ -35,15 +35,16 @@ def read_texts(ref: FileRef) -> Texts:
         raise ValueError(f"its caption file {os.path.basename(ref.name)} cannot be read: {error}") from None
 
 
-def read_sentence(ref: FileRef) -> str:
-    """The text in a file as one line, with single spaces; at most 64 KiB are read. Raises what `read_texts` raises."""
+def read_single_text(ref: FileRef) -> str:
+    """The whole content of a file as one text, see `normalize_text`; at most 64 KiB are read. Raises what `read_texts`
+    raises."""
     try:
-        return sentence(plain_text(ref.read(_LONGEST_SENTENCE)))
+        return normalize_text(plain_text(ref.read(_MAX_SINGLE_TEXT_BYTES)))
     except ValueError as error:
-        raise ValueError(f"its caption cannot be read: {error}") from None
+        raise ValueError(f"its file {os.path.basename(ref.name)} cannot be read: {error}") from None
 
 
-def sentence(text: str) -> str:
+def normalize_text(text: str) -> str:
     """A text as one line, with single spaces, without byte order marks and characters that UTF-8 cannot encode."""
     return " ".join(text.replace(BYTE_ORDER_MARK, "").encode("utf-8", "replace").decode().split())
 
@@ -92,5 +93,5 @@ def _is_list_of_strings(value: Any) -> bool:
 
 
 def clean_captions(captions: Iterable[str]) -> list[str]:
-    """Captions as sentences, without empty ones and repetitions."""
-    return list(dict.fromkeys(text for text in map(sentence, captions) if text))
+    """Captions, each as `normalize_text` returns it, without empty ones and repetitions."""
+    return list(dict.fromkeys(text for text in map(normalize_text, captions) if text))

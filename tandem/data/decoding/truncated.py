@@ -7,7 +7,7 @@ from typing import Any
 
 # The first elements of Matroska (RFC 9559): the header, and the segment, which holds the rest.
 _HEADER, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
-_START_BYTES, _END_BYTES = 1 << 10, 1 << 6  # bytes that are read
+_START_BYTES, _END_BYTES = 1 << 10, 1 << 6  # that are read
 _TRAILER = b"\0;"  # the end of the last block of a GIF, and the end of the file; some programs omit the ;
 
 
@@ -33,8 +33,8 @@ def _read_matroska_size(start: bytes) -> int:
     if start[offset : offset + len(_SEGMENT)] != _SEGMENT:
         return 0
     size, begin = _read_number(start, offset + len(_SEGMENT))
-    hides_recomputation = size + 1 == 1 << 7 * (begin - offset - len(_SEGMENT))  # all bits are 1
-    return 0 if hides_recomputation else begin + size
+    is_unknown = size + 1 == 1 << 7 * (begin - offset - len(_SEGMENT))  # all bits are 1
+    return 0 if is_unknown else begin + size
 
 
 def _read_number(content: bytes, offset: int) -> tuple[int, int]:

@@ -26,8 +26,8 @@ from tandem.hashing import Draws
 from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
 
-from .frames import Converter, Frame, Picture
-from .images import CENTER, Crop, CropFunction, decode_image
+from .frames import Frame, FrameConverter, Picture
+from .images import CENTER, ChooseSquare, Crop, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
 from .truncated import check_not_truncated
 
@@ -72,25 +72,28 @@ class ClipDecoder:
 
         Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
         """
-        cut = self.crop.cut(epoch, index) if augment else None
+        choose_square = self.crop.square_chooser(epoch, index) if augment else None
         if ref.name.lower().endswith(IMAGE_ENDINGS):
-            frames = [self._decode_image(ref, cut).permute(1, 2, 0).numpy()]
+            image = decode_image(ref, self.image_size, 3, choose_square=choose_square)
+            frames = [image.permute(1, 2, 0).numpy()]
         else:
+            at_keyframe = augment and self.clip_starts == "keyframe"
             fraction = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
             with open_video(ref) as video:
-                frames = self._decode_clip(video, ref, fraction, augment and self.clip_starts == "keyframe", cut)
+                frames = self._decode_clip(video, ref, fraction, at_keyframe, choose_square)
         return self.to_clip(frames)
 
     def frames(self, ref: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
         (3, image_size, image_size), at the fps or frame_stride of clips. Each comes with the frames per second up to
         it: those of the headers, if all stamps agree with them to half a frame, else the mean; None for an image. With
-        `multiple`, (3, height, width) in the aspect ratio of the file, see `Converter`. Raises what `load` raises."""
+        `multiple`, (3, height, width) in the aspect ratio of the file, see `FrameConverter`. Raises what `load`
+        raises."""
         if ref.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._decode_image(ref, multiple=multiple), None
+            yield decode_image(ref, self.image_size, 3, multiple=multiple), None
             return
         with open_video(ref) as video:
-            begin, end = video.part(ref)
+            begin, end = video.time_range(ref)
             step, first, is_steady, shape = self._ticks_per_step(video), math.nan, True, (0, 0, 0)
             for number, (time, picture) in enumerate(self._convert_frames(video, begin, end, multiple=multiple)):
                 first, shape = (time, picture.shape) if number == 0 else (first, shape)
@@ -107,21 +110,18 @@ class ClipDecoder:
             if end == math.inf:
                 video.require_end()
 
-    def _decode_image(self, ref: FileRef, cut: CropFunction | None = None, multiple: int | None = None) -> Tensor:
-        return decode_image(ref, self.image_size, 3, cut=cut, multiple=multiple)
-
     def _decode_clip(
-        self, video: Video, ref: FileRef, fraction: float, at_keyframe: bool, cut: CropFunction | None
+        self, video: Video, ref: FileRef, fraction: float, at_keyframe: bool, choose_square: ChooseSquare | None
     ) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
-        begin, end = video.part(ref)
+        begin, end = video.time_range(ref)
         step = self._ticks_per_step(video)
         slack = min(end, video.end) - begin - (self.num_frames - 1) * step
         start = begin + max(0.0, slack) * fraction
         if at_keyframe:
             start = max(begin, video.keyframe_before(start))
         for attempt in itertools.count(1):
-            pictures = self._convert_frames(video, start, end, cut)
+            pictures = self._convert_frames(video, start, end, choose_square)
             frames = [picture for _, picture in itertools.islice(pictures, self.num_frames)]
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
@@ -134,10 +134,11 @@ class ClipDecoder:
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
     def _convert_frames(
-        self, video: Video, start: float, end: float, cut: CropFunction | None = None, multiple: int | None = None
-    ) -> Iterator[tuple[float, Picture]]:
-        """The frames from time `start` to before `end`, in ticks, as `Converter` makes them, with their times."""
-        convert = Converter(self.image_size, video.pixel_width, cut, video.is_opaque, multiple)
+        self, video: Video, start: float, end: float, choose_square: ChooseSquare | None = None,
+        multiple: int | None = None,
+    ) -> Iterator[tuple[float, Picture]]:  # fmt: skip
+        """The frames from time `start` to before `end`, converted by `FrameConverter`, with their times, in ticks."""
+        convert = FrameConverter(self.image_size, video.pixel_width, choose_square, video.is_opaque, multiple)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
                 if number and frame.pts >= end:
@@ -203,17 +204,17 @@ def open_video(ref: FileRef) -> Iterator[Video]:
 
 
 @contextlib.contextmanager
-def open_sound_track(path: Path) -> Iterator[Sound | None]:
+def open_sound_track(path: Path) -> Iterator[SoundTrack | None]:
     """The first sound track of a video file; None if it has none. Raises ValueError, in one line, if the file cannot be
     read."""
     try:
         with open_video(FileRef(str(path))) as video:
-            yield video.sound()
+            yield video.sound_track()
     except OSError as error:
         raise ValueError(f"cannot read the sound of {path}: {reason_of(error)}") from None
 
 
-class Sound(NamedTuple):
+class SoundTrack(NamedTuple):
     """A sound track: samples per second, and its frames (av.AudioFrame), each with its start in seconds after the first
     picture."""
 
@@ -254,14 +255,14 @@ class Video:
         self.decoded_pts = self.decoded_end = self.start  # when the latest decoded frame begins and ends
         self._has_moved = False
 
-    def sound(self) -> Sound | None:
+    def sound_track(self) -> SoundTrack | None:
         """The first sound track that FFmpeg can decode, None if there is none. Its frames move the video's position."""
         stream = next((stream for stream in self._container.streams.audio if stream.codec_context), None)
         if stream is None:
             return None
         begin = self.start / self.ticks_per_second
         frames = ((frame.time - begin, frame) for frame in self._container.decode(stream) if frame.time is not None)
-        return Sound(stream.codec_context.sample_rate, frames)
+        return SoundTrack(stream.codec_context.sample_rate, frames)
 
     @property
     def end(self) -> float:
@@ -281,7 +282,7 @@ class Video:
     def _ticks(self, microseconds: int) -> float:
         return microseconds / _MICROSECONDS * self.ticks_per_second
 
-    def part(self, ref: FileRef) -> tuple[float, float]:
+    def time_range(self, ref: FileRef) -> tuple[float, float]:
         """The beginning and the end of the requested part, in ticks; inf: up to the end of the video. Raises
         ValueError, in one line, if the part ends before the first picture."""
         begin, end = (self._origin + time * self.ticks_per_second for time in (ref.start_seconds, ref.end_seconds))

@@ -77,8 +77,8 @@ class Ranges(Indices):
 
 
 def fixed_subset(indices: Indices, length: int) -> Indices:
-    """A subset of `length` indices: of a shuffle the first ones; of `Ranges`, in which neighbours may be alike, indices
-    at equal distances."""
+    """A subset of `length` indices: the first ones, which are shuffled; but of `Ranges`, in which neighbours may be
+    alike, those at equal distances."""
     return Indices(length, partial(_spread_index, indices, length) if isinstance(indices, Ranges) else indices.at)
 
 
@@ -118,9 +118,10 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     return Split(*(Indices(size, partial(_shuffled_index, permutation, start, 0)) for size, start in parts))
 
 
-def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
-    """The validation split of a separate set with these indices: all of them, shuffled by seed, because neighbours in a
-    folder may be alike. Raises ValueError if they are fewer than `at_least`, the global batch size."""
+def validation_indices(indices: range, seed: int, at_least: int) -> Indices:
+    """The validation split that consists of all `indices`, those of the set of --valid_folder: they are shuffled by
+    seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than `at_least`, the global
+    batch size."""
     n = len(indices)
     if n < at_least:
         raise ValueError(

@@ -153,25 +153,25 @@ _SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and the de
 
 class _PipeEnd:
     """An end of a pipe that is closed only once. Python's own Connection can be closed a second time by the garbage
-    collector, when another file may have its number."""
+    collector, when another file may have its descriptor."""
 
-    def __init__(self, number: int) -> None:
-        self._numbers = [number]
+    def __init__(self, descriptor: int) -> None:
+        self._descriptors = [descriptor]  # empty once it is closed
 
     def fileno(self) -> int:
         """Raises OSError if it is closed."""
         try:
-            return self._numbers[0]
+            return self._descriptors[0]
         except IndexError:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
 
     @property
     def is_closed(self) -> bool:
-        return not self._numbers
+        return not self._descriptors
 
     def close(self) -> None:
         with contextlib.suppress(IndexError):
-            os.close(self._numbers.pop())
+            os.close(self._descriptors.pop())
 
     __del__ = close
 

@@ -65,11 +65,11 @@ class ShardCache:
         with open(self._folder / "lock", "ab") as lock, _locked(lock):
             yield
 
-    def _make_room(self, copy: BinaryIO, size: int) -> bool:
-        """Reserve `size` bytes of the disk for a file, and delete others until all fit. Returns whether they do: files
-        that other processes are fetching are not deleted."""
+    def _make_room(self, part: BinaryIO, size: int) -> bool:
+        """Reserve `size` bytes of the disk for the file `part`, and delete others until all fit. Returns whether they
+        do: files that other processes are fetching are not deleted."""
         with self._locked_folder():
-            os.truncate(copy.fileno(), 0)  # a killed process may have left a part of the file
+            os.truncate(part.fileno(), 0)  # a killed process may have left some content
             files = []
             for path in filter(_is_cache_file, self._folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):
@@ -82,7 +82,7 @@ class ShardCache:
                     total -= n_bytes
             # If the disk is full, this raises before anything is fetched; macOS has no posix_fallocate.
             if size and total <= self.limit and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(copy.fileno(), 0, size)
+                os.posix_fallocate(part.fileno(), 0, size)
             return total <= self.limit
 
 

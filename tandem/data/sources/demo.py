@@ -258,7 +258,6 @@ def _paint_picture(figures: list[Figure], key: Key, image_size: int, channels: i
 
 _TABLES = [list(table) for table in (PLACES, SHAPES, COLOURS, SIZES, ("dark", "light"))]
 TOKENS, TOKEN_DIM = 9, 32  # of an encoded caption: "a small red circle on the left, on dark" has 9 words
-WIDTH = sum(map(len, _TABLES))  # 30
 
 
 def _encode_figure(figure: Figure, background: str) -> Tensor:

@@ -27,7 +27,9 @@ _MOST_ENDINGS = 8
 _LIST_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
 _UNICODE_FORMS = ("", "NFC", "NFD")  # Unicode forms of a name: unchanged, composed or decomposed
 _NO_FILE = -1
-_SideFiles = list[tuple[int, int]]  # for each spec of files beside a sample: number of the file's spelling, its bytes
+# For each spec of files beside a sample: the number of the file's spelling, and its bytes. A spelling, such as
+# "NFC.TXT", is the Unicode form of the stem and the ending as written; it gives the file's name from the sample's.
+_SideFiles = list[tuple[int, int]]
 
 
 class NothingFoundError(ValueError):
@@ -57,7 +59,7 @@ class FolderSource:
         self.fingerprint, self._names = index.fingerprint, index.strings("names")
         self._damaged_error, self.examples = index.damaged_error, index.examples
         self.tars = [os.path.join(folder, self._check_inside(name)) for name in index.strings("tars")]
-        self._numbers = {spec.name: index.numbers(f"which {spec.name}", len(self)) for spec in self._sides}
+        self._spelling_numbers = {spec.name: index.numbers(f"which {spec.name}", len(self)) for spec in self._sides}
         try:
             self._spellings = [*map(str, index.facts["spellings"])]
             self.skipped = skipped_line("file", repr(folder), *index.facts["skipped"])
@@ -71,7 +73,7 @@ class FolderSource:
         path = os.path.join(self.folder, self.name(index))
         record = {self._main.name: FileRef(path)}
         for spec in self._sides:
-            if (number := self._numbers[spec.name][index]) != _NO_FILE:
+            if (number := self._spelling_numbers[spec.name][index]) != _NO_FILE:
                 spelling = self._spellings[number] if 0 <= number < len(self._spellings) else ""
                 form, dot, ending = spelling.partition(".")
                 if f".{ending.lower()}" not in spec.endings or form not in _UNICODE_FORMS:
@@ -237,8 +239,8 @@ class _Tree:
     ) -> Iterator[tuple[str, _SideFiles | None]]:
         """The samples and tars among the files of a folder. Names that are equal up to their first dot are adjacent,
         except those in `by_nfc`."""
-        any_form = {*by_nfc.values()}  # only after the last group is known whether a sample uses them
-        any_form_used, any_form_stems = set[str](), set[str]()
+        accented = {*by_nfc.values()}  # counted after the last group, because a sample of any group may use them
+        accented_used, accented_stems = set[str](), set[str]()
         for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
             by_key, main, side, used = dict[str, str](), list[str](), set[str](), set[str]()
             for name in group:
@@ -249,16 +251,15 @@ class _Tree:
                     main.append(name)
             for name in main:
                 if name.lower().endswith(self._sample_endings):
-                    files = (by_key, by_nfc)
-                    yield name, [self._find_beside(relative, name, files, used, spec) for spec in self._sides]
+                    yield name, [self._find_beside(relative, name, by_key, by_nfc, used, spec) for spec in self._sides]
                 else:
                     yield name, None
             if side or by_nfc:
                 stems = {_normalize("NFC", os.path.splitext(name)[0]) for name in main}
-                self._count_skipped(relative, side - any_form - used, stems)
-                any_form_used |= used & any_form
-                any_form_stems |= {stem for stem in stems if not stem.isascii()}
-        self._count_skipped(relative, any_form - any_form_used, any_form_stems)
+                self._count_skipped(relative, side - accented - used, stems)
+                accented_used |= used & accented
+                accented_stems |= {stem for stem in stems if not stem.isascii()}
+        self._count_skipped(relative, accented - accented_used, accented_stems)
 
     def _count_skipped(self, relative: str, names: Set[str], stems: Set[str]) -> None:
         """Count files that no sample uses, and as lone files those of them without a sample of the same stem."""
@@ -270,13 +271,14 @@ class _Tree:
                 self._alone = self._alone or os.path.join(relative, name)
 
     def _find_beside(
-        self, relative: str, name: str, beside: Sequence[Mapping[str, str]], used: set[str], spec: FieldSpec
-    ) -> tuple[int, int]:
-        """The spelling number and the bytes of the file beside a sample; adds its name to `used`. `beside`: the files
-        there by name, and by composed name."""
+        self, relative: str, name: str, by_key: Mapping[str, str], by_nfc: Mapping[str, str], used: set[str],
+        spec: FieldSpec,
+    ) -> tuple[int, int]:  # fmt: skip
+        """The spelling number and the bytes of the file beside a sample; adds its name to `used`. `by_key`, `by_nfc`:
+        the names of the files there, by the name with a lower-case ending (`_keys`), and by its composed form."""
         stem = os.path.splitext(name)[0]
-        for ending in spec.endings if any(beside) else ():
-            file = beside[0].get(stem + ending) or beside[1].get(_normalize("NFC", stem) + ending, "")
+        for ending in spec.endings if by_key or by_nfc else ():
+            file = by_key.get(stem + ending) or by_nfc.get(_normalize("NFC", stem) + ending, "")
             for form in _UNICODE_FORMS if file else ():
                 if file.startswith(start := _normalize(form, stem)):
                     used.add(file)

@@ -34,7 +34,7 @@ from .files import LocalFile, MemoryFile, RandomAccessFile, is_url
 from .record import MOST_EXAMPLES
 
 _VERSION = 3
-FEWEST = 10_000  # strings in an index that is cached; fewer are listed in a tenth of a second
+MIN_CACHED_STRINGS = 10_000  # strings in an index that is cached; fewer are listed in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
 _STRINGS_AT_ONCE = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock look alike; FAT has the longest tick
@@ -218,12 +218,12 @@ class Numbers:
 
 
 def cached_index(
-    path: str, kind: str, build: Callable[[], IndexData], *, depends: str = "", fewest: int = FEWEST
+    path: str, kind: str, build: Callable[[], IndexData], *, depends: str = "", min_strings: int = MIN_CACHED_STRINGS
 ) -> Index:
     """The index of the file or folder `path`, from an earlier start if nothing has changed since.
 
-    An index of at least `fewest` strings is cached in a file that all processes of a machine read; if they start at
-    once, one writes the file and the others wait. Raises what `build` raises.
+    An index of at least `min_strings` strings is cached in a file that all processes of a machine read; if they start
+    at once, one writes the file and the others wait. Raises what `build` raises.
 
     Args:
         kind: Distinguishes the indices of one path.
@@ -240,14 +240,14 @@ def cached_index(
         return index
     with one_process_at_a_time(path, kind) as has_waited:
         if not has_waited:
-            return read_cached() or _build_index(paths, path, build, key, depends, fewest)
+            return read_cached() or _build_index(paths, path, build, key, depends, min_strings)
     # A process that waited without getting an index builds one without the lock: with the lock, all processes would do
     # so one after the other.
     return read_cached() or _index_in_memory(build(), key, depends)
 
 
 def _build_index(
-    cache_paths: list[str], path: str, build: Callable[[], IndexData], key: list[Any], depends: str, fewest: int
+    cache_paths: list[str], path: str, build: Callable[[], IndexData], key: list[Any], depends: str, min_strings: int
 ) -> Index:
     """The index of what `build` returns. It is cached if it is long, and no file changed so recently that another
     change could leave its time of modification the same."""
@@ -255,7 +255,7 @@ def _build_index(
     data = build()
     n = sum(len(column) for column in data.columns.values() if isinstance(column, PackedStrings))
     is_settled = data.dependencies is None or data.dependencies.newest_ns < begin_ns - _CLOCK_TICK_NS
-    for cache_path in cache_paths if n >= fewest and is_settled else ():
+    for cache_path in cache_paths if n >= min_strings and is_settled else ():
         with contextlib.suppress(OSError):
             _write_cache(cache_path, path, _serialize(data, key, depends))
             return _read_cache(cache_path, path, key, depends) or _index_in_memory(data, key, depends)

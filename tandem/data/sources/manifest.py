@@ -53,9 +53,9 @@ class ManifestSource(Rows):
             dependencies, rows, filled, names = Dependencies(), PackedStrings(), set[str](), dict[str, None]()
             if not is_url(path):
                 dependencies.add("", status_of(path))  # before it is read, so that no later change is missed
-            for row, columns in _read_rows(path, specs, keys, names):
+            for row, row_columns in _read_rows(path, specs, keys, names):
                 rows.append(row)
-                filled.update(columns)
+                filled.update(row_columns)
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")
             facts = {"filled": sorted(filled), "names": [*names]}
@@ -69,7 +69,7 @@ class ManifestSource(Rows):
             raise index.damaged_error()
         self._damaged_error = index.damaged_error
         self.skipped = unread_line(redact(path), map(str, names), {"path", "file_name", *TIMES, *keys})
-        filled_columns = {spec: [name for name in names if name in filled] for spec, names in columns.items()}
+        filled_columns = {spec: [name for name in columns[spec] if name in filled] for spec in columns}
         super().__init__(filled_columns, os.path.dirname(path))
         self._path = path
 

@@ -43,7 +43,7 @@ class FieldSpec(NamedTuple):
 
     @property
     def all_endings(self) -> tuple[str, ...]:
-        """All endings."""
+        """`endings`, then `further`."""
         return self.endings + self.further
 
 

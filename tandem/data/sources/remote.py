@@ -21,8 +21,8 @@ from .files import CREDENTIALS, SCHEME, LocalFile, RandomAccessFile, SeekableFil
 
 _PIECE = 16 << 20  # bytes of the longest request
 _READ_AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
-_TRIES, _PAUSE = 5, 0.5  # attempts, and seconds before the second one; each pause is twice as long as the one before
-_SECONDS, _SLOWEST = 30.0, 1 << 18  # timeout of a request: these seconds, and one more per this many bytes
+_TRIES, _PAUSE_SECONDS = 5, 0.5  # the pause before the second attempt; each later pause is twice as long
+_TIMEOUT_SECONDS, _SLOWEST_BYTES_PER_SECOND = 30.0, 1 << 18  # a request may take the sum of both times
 _CONNECTIONS = 32
 _SECRET = re.compile(r"[?&;][^=&;]*(sig|token|key|secret|pass|pwd|credential|auth)[^=&;]*=", re.IGNORECASE)
 # Only this module retries requests: retries of libraries would multiply the attempts.
@@ -295,10 +295,10 @@ def _request(
     Raises OSError and ValueError, in one line that quotes no server and no library, whose texts may hold passwords.
     """
     fs_class, lowered = _fs_class(address)
-    seconds = _SECONDS + size / _SLOWEST
+    seconds = _TIMEOUT_SECONDS + size / _SLOWEST_BYTES_PER_SECOND
     for attempt in range(_TRIES):
         if attempt:
-            time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
+            time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
         try:
             filesystem, path = _filesystem(fs_class, lowered)
             if filesystem.async_impl:
@@ -315,14 +315,14 @@ def _request(
         except MemoryError:
             raise
         except Exception as error:
-            number, reason = _explain_error(error, seconds)
-            if number != errno.EIO:
-                raise OSError(number, reason, redact(address)) from None
+            code, reason = _explain_error(error, seconds)
+            if code != errno.EIO:
+                raise OSError(code, reason, redact(address)) from None
     raise OSError(errno.EIO, f"{reason}, {_TRIES} times in a row", redact(address)) from None
 
 
 def _explain_error(error: BaseException, seconds: float) -> tuple[int, str]:
-    """The number of an error, EIO if another attempt may succeed, and a line for the user."""
+    """The errno of an error, EIO if another attempt may succeed, and a line for the user."""
     # fsspec raises FileNotFoundError for any failed request, and s3fs its own errors in place of botocore's.
     cause = error.__cause__
     if cause is not None and (isinstance(error, FileNotFoundError) or hasattr(cause, "response")):

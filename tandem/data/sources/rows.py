@@ -94,7 +94,7 @@ class Rows:
             with np.errstate(over="ignore"):  # the field checks that they are finite
                 return np.array(content, np.float32)
         except (ValueError, TypeError, OverflowError):
-            raise ValueError(f"its {spec.noun} is no list of numbers, nor lists of equally many") from None
+            raise ValueError(f"its {spec.noun} is no list of numbers, nor a list of such lists of one length") from None
 
 
 def time_ranges(source: RecordSource) -> list[str]:

@@ -35,11 +35,11 @@ from .record import FieldSpec, FileRef, Files, open_range
 from .rows import TIMES, Rows, columns_of, unread_line
 
 ENDINGS = (".arrow", ".parquet")
-_MAX_GROUP_BYTES = 1 << 30  # bytes of a row group of a parquet file, without compression
+_MAX_GROUP_BYTES = 1 << 30  # of a row group of a parquet file, without compression
 _CACHED_BYTES = 1 << 28  # of row groups, in each process
 _MIN_ROW_BYTES = 8  # memory of a row of a parquet file, even if the file stores it as a repetition of the last row
 _THREADS = 16
-_MAX_HEADER_BYTES = 1 << 24  # bytes
+_MAX_HEADER_BYTES = 1 << 24
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
 # The words in the paths of files from which the Hugging Face hub infers the split.
@@ -144,9 +144,10 @@ class TableSource(Rows):
             if file_types != used_types:
                 texts = [", ".join(f"{k}: {v}" for k, v in group.items()) for group in (file_types, used_types)]
                 raise ValueError(f"{path!r} has the columns {texts[0]}, but {files.paths[0]!r} {texts[1]}")
-        self._parts = [(file, number) for file in open_files for number in range(len(file.lengths))]
-        self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in open_files))])  # of the parts, after a 0
-        self._firsts = np.cumsum([0, *(sum(file.lengths) for file in open_files)])
+        self._parts = [(file, number) for file in open_files for number in range(len(file.row_counts))]
+        part_row_counts = itertools.chain(*(file.row_counts for file in open_files))
+        self._ends = np.cumsum([0, *part_row_counts])  # of the parts, after a 0
+        self._firsts = np.cumsum([0, *(sum(file.row_counts) for file in open_files)])
         if not len(self):
             first, n = repr(files.paths[0]), len(files.paths)
             raise ValueError(f"{first if n == 1 else f'{n} files, the first {first}'} holds no rows")
@@ -155,8 +156,8 @@ class TableSource(Rows):
         self._names = [os.path.relpath(path, self._folder) for path in files.paths]
         text = json.dumps([self._names, self._firsts.tolist(), list(used_types.items())])
         self.fingerprint = fingerprint_of([text.encode("utf-8", "surrogateescape")])
-        largest = max(file.largest_part for file in open_files)
-        self._part = lru_cache(max(1, _CACHED_BYTES // largest))(partial(self._read_part, columns=used))
+        max_part_bytes = max(file.max_part_bytes for file in open_files)
+        self._cached_part = lru_cache(max(1, _CACHED_BYTES // max_part_bytes))(partial(self._read_part, columns=used))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -166,7 +167,7 @@ class TableSource(Rows):
 
     def cells(self, index: int) -> Mapping[str, Any]:
         number = int(np.searchsorted(self._ends, index, side="right")) - 1
-        columns, row = self._part(number), index - int(self._ends[number])
+        columns, row = self._cached_part(number), index - int(self._ends[number])
         with _errors_in_one_line("the row cannot be read"):
             cells = {name: _to_plain(column[row]) for name, column in columns.items()}
         for name, classes in self.classes.items():
@@ -196,7 +197,7 @@ class TableSource(Rows):
         """Columns of a part, the rows that are read together."""
         file, part = self._parts[number]
         with _errors_in_one_line("the rows beside it cannot be read"):
-            rows = file.part(part, columns)
+            rows = file.read_part(part, columns)
             return {name: rows.column(name) for name in columns}
 
 
@@ -207,7 +208,7 @@ class _ArrowFile:
     def __init__(self, path: str) -> None:
         import pyarrow as pa
 
-        self._path, self.lengths, self._batch_ranges = path, list[int](), list[tuple[int, int]]()
+        self._path, self.row_counts, self._batch_ranges = path, list[int](), list[tuple[int, int]]()
         self._map = None if is_url(path) else pa.memory_map(path).read_buffer()
         offset = 0
         with open_range(FileRef(path), ahead=1 << 16) as file:
@@ -221,24 +222,24 @@ class _ArrowFile:
                 if not offset:
                     self.schema = pa.ipc.read_schema(message)
                 else:
-                    self.lengths.append(_count_rows(message, self.schema))
+                    self.row_counts.append(_count_rows(message, self.schema))
                     self._batch_ranges.append((offset, size + message.body.size))
                 offset += size + (message.body.size if message.body else 0)
             if (n_more := file.size - offset - len(_END_OF_STREAM)) > 0:
                 hint = "give files that were appended one by one"
                 raise ValueError(f"{n_more} bytes follow the end of its stream: {hint}")
-        self.largest_part = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
-        if self.largest_part > _MAX_GROUP_BYTES:
+        self.max_part_bytes = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
+        if self.max_part_bytes > _MAX_GROUP_BYTES:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
-    def part(self, number: int, columns: Sequence[str]) -> Any:
+    def read_part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow as pa
 
         offset, size = self._batch_ranges[number]
         content = self._map.slice(offset, size) if self._map else FileRef(self._path, offset, size).read(size)
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(content), self.schema).select(columns)
         batch.validate(full=True)  # forged offsets would lead out of the file
-        if batch.num_rows != self.lengths[number]:
+        if batch.num_rows != self.row_counts[number]:
             raise ValueError("it claims another number of rows than it has")
         return batch
 
@@ -286,18 +287,18 @@ class _ParquetFile:
             self._metadata = pq.read_metadata(file)
         self.schema = self._metadata.schema.to_arrow_schema()
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
-        self.lengths = [group.num_rows for group in groups]
+        self.row_counts = [group.num_rows for group in groups]
         sizes = [max(group.total_byte_size, _MIN_ROW_BYTES * group.num_rows) for group in groups]
-        self.largest_part = max([1, *sizes])
+        self.max_part_bytes = max([1, *sizes])
         # Equal cells are stored once: if each became a copy, a small file could take any amount of memory.
         leaves = (self._metadata.schema.column(number) for number in range(len(self._metadata.schema)))
         self._dictionary_columns = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        if self.largest_part > _MAX_GROUP_BYTES:
-            size = f"its row group {sizes.index(self.largest_part)} has {self.largest_part / 1e9:.1f} GB"
+        if self.max_part_bytes > _MAX_GROUP_BYTES:
+            size = f"its row group {sizes.index(self.max_part_bytes)} has {self.max_part_bytes / 1e9:.1f} GB"
             hint = "write it again with row_group_size=100, or as Arrow"
             raise ValueError(f"{size}, and all of it is read for one sample: {hint}")
 
-    def part(self, number: int, columns: Sequence[str]) -> Any:
+    def read_part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
 
         options = {"metadata": self._metadata, "read_dictionary": self._dictionary_columns}

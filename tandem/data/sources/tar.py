@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from .record import FieldSpec, FileRef, Record, open_range
 _MIN_CACHED_SAMPLES = 100
 _THREADS = 16
 _BLOCK = 512  # bytes
-_MAX_HEADER_BYTES = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
+_MAX_HEADER_BYTES = 1 << 20  # far more than a long name or the extended headers of a file need
 _ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES, _AHEAD_REMOTE_BYTES = 1 << 11, 1 << 14, 1 << 16, 1 << 20
 # Kinds of members. Links, devices and folders have no content, whatever size they state.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
@@ -67,7 +67,7 @@ class TarSource:
         root, names = _root_and_names(self.paths)
         kind = json.dumps(["tars", names, [(spec.name, spec.endings, spec.further) for spec in specs]])
         index = cached_index(
-            root, fingerprint_of([kind.encode()]), self._build_index, fewest=_MIN_CACHED_SAMPLES,
+            root, fingerprint_of([kind.encode()]), self._build_index, min_strings=_MIN_CACHED_SAMPLES,
             depends=fingerprint_of([json.dumps(states).encode()]),
         )  # fmt: skip
         self.fingerprint, self._names = index.fingerprint, index.strings("names")
@@ -158,13 +158,13 @@ def _column_names(spec: FieldSpec) -> list[str]:
 
 
 def stem_of(name: str) -> str:
-    """The name of a member without folders, up to its first dot: the key of a sample."""
+    """The name of a member or a file without folders, up to its first dot."""
     return name.rpartition("/")[2].partition(".")[0]
 
 
 def number_of(path: str, flag: str) -> int:
-    """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError with the
-    flag."""
+    """The number of a shard in its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError, in one
+    line that begins with `flag`, if the name has none."""
     match = re.search(r"([0-9]+)$", stem_of(path))
     if match is None:
         raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
@@ -172,7 +172,7 @@ def number_of(path: str, flag: str) -> int:
 
 
 def _key(name: str) -> str:
-    """The name of a member with its folders, up to the first dot after them."""
+    """The name of a member with its folders, up to the first dot after them: the key that members of a sample share."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 
@@ -218,6 +218,16 @@ def _match_tail(specs: Sequence[FieldSpec], tail: str) -> list[tuple[int, int, i
     return []
 
 
+class _Member(NamedTuple):
+    """A member that may belong to a sample; of several, one of the lowest rank is taken."""
+
+    rank: int
+    name: str
+    size: int
+    offset: int
+    ending: int
+
+
 class TarScan(NamedTuple):
     """The content of a tar.
 
@@ -240,7 +250,7 @@ def scan(path: str, specs: Sequence[FieldSpec], match_tail: MatchTail) -> TarSca
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
     """
-    candidates: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
+    candidates: dict[str, list[_Member | None]] = {}  # by key: the member of each spec
     clashes: dict[str, tuple[int, str]] = {}
     skipped, tail_counts, end_notes = Counter[str](), Counter[str](), list[str]()
     for name, offset, size in members(path, skipped, end_notes):
@@ -254,36 +264,36 @@ def scan(path: str, specs: Sequence[FieldSpec], match_tail: MatchTail) -> TarSca
         sample = candidates.setdefault(key, [None] * len(specs))
         for number, rank, ending in matches:
             other = sample[number]
-            if other is None or rank < other[0] or (rank == other[0] and number):
-                sample[number] = rank, name, size, offset, ending
-            elif rank == other[0]:
+            if other is None or rank < other.rank or (rank == other.rank and number):
+                sample[number] = _Member(rank, name, size, offset, ending)
+            elif rank == other.rank:
                 clashes.setdefault(key, (rank, name))
     for key, (rank, name) in clashes.items():
         first = candidates[key][0]
-        if first and first[0] == rank:
-            reason = f"two {specs[0].noun}s of one name, {first[1]!r} and {name!r}"
-            raise ValueError(f"the tar {path!r} holds {reason}")
+        if first and first.rank == rank:
+            raise ValueError(f"the tar {path!r} holds two {specs[0].noun}s of one name, {first.name!r} and {name!r}")
     _join_forms(candidates)
-    complete = {sample[0][1]: sample for sample in candidates.values() if sample[0]}
-    places = [part[2:] if part else (-1, -1, -1) for sample in complete.values() for part in sample]
+    complete = {sample[0].name: sample for sample in candidates.values() if sample[0]}
+    places = [member[2:] if member else (-1, -1, -1) for sample in complete.values() for member in sample]
     for sample in complete.values():
-        for name in {part[1] for part in sample if part}:
+        for name in {member.name for member in sample if member}:
             tail_counts[name[len(_key(name)) :]] -= 1
     for tail, n in (+tail_counts).items():
         skipped[ending_of(f"key{tail}")] += n
-    unmatched = sorted({part[1] for sample in candidates.values() if not sample[0] for part in sample if part})
+    incomplete = (sample for sample in candidates.values() if not sample[0])
+    unmatched = sorted({member.name for sample in incomplete for member in sample if member})
     places_array = np.array(places, np.int64).reshape(-1, len(_PLACE_PARTS) * len(specs))
     return TarScan([*complete], places_array, skipped, unmatched, end_notes)
 
 
-def _join_forms(samples: Mapping[str, list[Any]]) -> None:
+def _join_forms(samples: Mapping[str, list[_Member | None]]) -> None:
     """Join members to the sample whose name is equal but for the Unicode form, composed or decomposed."""
     firsts = {unicodedata.normalize("NFC", key): key for key, sample in samples.items() if sample[0]}
     for key, sample in samples.items():
         first = None if key.isascii() or sample[0] else samples.get(firsts.get(unicodedata.normalize("NFC", key), ""))
-        for number, part in enumerate(sample if first else ()):
-            if first and part and not first[number]:
-                first[number], sample[number] = part, None
+        for number, member in enumerate(sample if first else ()):
+            if first and member and not first[number]:
+                first[number], sample[number] = member, None
 
 
 class _ForwardReader:
@@ -306,7 +316,7 @@ class _ForwardReader:
 
 def members(path: str, skipped: Counter[str], end_notes: list[str]) -> Iterator[tuple[str, int, int]]:
     """Name, first byte and size of every file in a tar, in its order. Counts links and sparse files in `skipped`, and
-    adds notes about an unusual end to `ends`.
+    adds notes about an unusual end to `end_notes`.
 
     Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
     """

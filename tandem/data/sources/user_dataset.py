@@ -85,7 +85,7 @@ class UserDatasetSource:
             return {ITEM: self._dataset[index]}
 
 
-def _search_own_folder_last() -> None:
+def _search_scripts_folder_last() -> None:
     """Put the current folder first in sys.path and the scripts' folder last, so that a user's dataset imports the same
     modules as without this project: the scripts' folder, which Python puts first, holds `distributed` and `tests`."""
     current = os.path.realpath(os.curdir)
@@ -101,7 +101,7 @@ def _make_dataset(data: DatasetSpec) -> tuple[Any, int]:
         raise ValueError(f"{flag}expected MODULE:FUNCTION, {example}")
     if module_name.partition(".")[0] == "tandem":
         raise ValueError(f"{flag}{module_name} is a name of this project; give your module another one")
-    _search_own_folder_last()
+    _search_scripts_folder_last()
     with _errors_in_one_line(f"{flag}importing {module_name} failed: "):
         exists = module_name in sys.modules or importlib.util.find_spec(module_name)
         module = importlib.import_module(module_name) if exists else None

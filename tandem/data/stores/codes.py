@@ -25,7 +25,7 @@ index.json, the shape of a row, is [], and each line has the shape of its frames
     of_video = codes[line["row"]:][:5 * 8 * 14].reshape(5, 8, 14)
 
 Decoding writes a folder of images or videos, at the relative paths of the originals (for absolute paths, and those with
-.., see `below`); an image, and a video of one frame, become a PNG. Files are written whole.
+.., see `make_relative`); an image, and a video of one frame, become a PNG. Files are written whole.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tandem.devices import on_host
 from tandem.io.reading import open_regular
 from tandem.io.writing import create, replacing
 
-from .output import explained_write
+from .output import explain_write_errors
 from .shards import COUNT, GRID, LINES_FILE, Array, StoredArrays, explain_errors, row_count, stays_inside
 
 CODES = "codes"
@@ -104,7 +104,7 @@ class StoredCodes(StoredArrays):
         """The codes of a shard for the model, int64 (n, h, w), or (n,) of videos that keep their shape."""
         return torch.from_numpy(self.load(shard).astype(np.int64))
 
-    def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
+    def count_codes(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each code occurs in these shards, (num_codes,)."""
         counts = np.zeros(self.index["num_codes"], np.int64)
         for shard in shards:
@@ -200,7 +200,7 @@ def decode_videos(
             save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
         elif not path.exists():
             with _create_file(path) as file:
-                write(file, (frame.numpy() for frame in frames), line["fps"], below(line["path"]))
+                write(file, (frame.numpy() for frame in frames), line["fps"], make_relative(line["path"]))
 
 
 def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
@@ -224,7 +224,7 @@ def _save_image(path: Path, pixels: Tensor) -> None:
 @contextlib.contextmanager
 def _create_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
     """A file, perhaps in a new folder, that is written whole or not at all, even if the process is killed."""
-    with explained_write(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, is_synced=is_synced) as temporary, create(temporary) as file:
             yield file
@@ -244,9 +244,9 @@ def pixels_of(inputs: Iterable[Any], decode: Callable[[Any], Tensor]) -> Iterato
         yield from images
 
 
-def below(path: str) -> str:
-    """A path of an index without its root and every "..", so that it stays below any folder: a manifest may name files
-    anywhere. Raises ValueError, in one line, if nothing remains."""
+def make_relative(path: str) -> str:
+    """A path of an index without its root and without "..", so that it stays below any folder to which it is appended:
+    a manifest may name files anywhere. Raises ValueError, in one line, if nothing remains."""
     relative = str(PurePosixPath(*(part for part in PurePosixPath(path).parts if part.strip("/") not in ("", ".."))))
     if not stays_inside(relative):
         raise ValueError(f"the index names {path!r}, which is no path of a file")
@@ -256,8 +256,8 @@ def below(path: str) -> str:
 def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
     """The output name for each path: its ending is replaced. If two names were equal (a.jpg and a.webp), the new ending
     is appended instead; if they are still equal, as for two parts of one file, the position in the list is inserted
-    before it. Raises what `below` raises."""
-    pairs = [(below(path), ending) for path, ending in zip(paths, endings, strict=True)]
+    before it. Raises what `make_relative` raises."""
+    pairs = [(make_relative(path), ending) for path, ending in zip(paths, endings, strict=True)]
     replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in pairs]
     appended = [path + ending for path, ending in pairs]
     counts = Counter(replaced)

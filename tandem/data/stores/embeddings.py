@@ -27,7 +27,7 @@ from tandem.io.reading import BYTE_ORDER_MARK, plain_text, read_bytes, text_line
 from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explain_errors
 
 EMBEDDINGS = "embeddings"
-_MAX_QUERY_BYTES = 1 << 26  # bytes
+_MAX_QUERY_BYTES = 1 << 26
 
 Vectors = npt.NDArray[np.float32]
 

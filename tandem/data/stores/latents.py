@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from tandem.data.decoding.texts import read_sentence, sentence
+from tandem.data.decoding.texts import normalize_text, read_single_text
 from tandem.data.fields import Field, ImageField, SampleDataset
 from tandem.data.sets import has_content, open_records
 from tandem.data.sources.record import FieldSpec, FileRef, Record
@@ -66,7 +66,10 @@ class LabelField(Field):
         if not self.is_stated:
             return {"label": self.numbers.get(_first_folder(self.name_of(index)), len(self.numbers))}
         cls = record.get(self.spec.name)
-        text = read_sentence(cls) if isinstance(cls, FileRef) else sentence(str(next(iter((cls or {}).values()), "")))
+        if isinstance(cls, FileRef):
+            text = read_single_text(cls)
+        else:
+            text = normalize_text(str(next(iter((cls or {}).values()), "")))
         number = self.numbers.get(text, text)
         if not _CLASS_NUMBER.fullmatch(str(number)):
             if not self.is_needed:
@@ -149,7 +152,7 @@ class StoredLatents(StoredCodes):
             scale, shift = _read_scale(self.index)
             return self._read_latents(shard) / scale + shift
 
-    def channels(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
+    def channel_statistics(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
         """For each shard and channel of the stored latents, or the means of moments: the count, the sum, the sum of
         squares, the minimum and the maximum."""
         statistics: dict[int, list[list[float]]] = {}
@@ -176,8 +179,8 @@ class StoredLatents(StoredCodes):
 
 
 def channel_lines(statistics: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
-    """A line for each channel with mean, standard deviation and range, from the statistics of `StoredLatents.channels`.
-    The text does not depend on the spread of shards over processes."""
+    """A line for each channel with mean, standard deviation and range, from `StoredLatents.channel_statistics`. The
+    text does not depend on the spread of shards over processes."""
     channels = zip(*(statistics[shard] for shard in sorted(statistics) if statistics[shard]), strict=True)
     for channel, channel_statistics in enumerate(channels):
         counts, sums, squares, lowest, highest = zip(*channel_statistics, strict=True)

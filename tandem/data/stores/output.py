@@ -63,7 +63,7 @@ class OutputFolder:
     def write(self, name: str, content: bytes) -> None:
         """Write a file of the folder, or of one inside it, whole or not at all, even if the process is killed. Raises
         ValueError, in one line, if the file cannot be written."""
-        with explained_write(self.path / name):
+        with explain_write_errors(self.path / name):
             (self.path / name).parent.mkdir(exist_ok=True)
             writing.write_atomically(self.path / name, content)
 
@@ -126,12 +126,13 @@ class OutputFolder:
 
 
 @contextlib.contextmanager
-def explained_write(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError of writing `path` into a ValueError of one line."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {reason_of(error)}; mend that, and the same command goes on") from None
+        hint = "repair that and start the same command, which goes on"
+        raise ValueError(f"cannot write {path}: {reason_of(error)}; {hint}") from None
 
 
 def json_bytes(value: Any) -> bytes:

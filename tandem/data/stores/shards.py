@@ -1,7 +1,7 @@
 """Stored arrays: shards of a fixed number of items, and an index that is written last.
 
 codes-00000.safetensors   the rows of the items that could be read, in order. It gets this name once it is
-                          complete. The metadata hold its checksum and the notes of the items
+                          complete. The metadata hold its checksum and, as "notes", the items' index entries
 index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per item, in order; row: its first
 index.json                settings, checksums and unreadable items; if it exists, all other files are complete
 """

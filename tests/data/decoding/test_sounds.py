@@ -214,7 +214,7 @@ def without_length(flac: bytes) -> bytes:
 def clips_of(source: FileRef) -> list[torch.Tensor]:
     decoder = ClipDecoder(RATE, RATE)
     drawn = [decoder.load(source, 0, epoch, augment=True) for epoch in range(20)]
-    return [decoder.load(source, 0), *drawn, *decoder.spread(source, 9), decoder.load(part(source, 4.5), 0)]
+    return [decoder.load(source, 0), *drawn, *decoder.load_clips(source, 9), decoder.load(part(source, 4.5), 0)]
 
 
 @pytest.mark.parametrize("rate, channels, subtype", [(RATE, 1, "PCM_16"), (44100, 2, "PCM_24"), (8000, 6, "PCM_S8")])
@@ -248,7 +248,7 @@ def test_flac_without_length_that_is_cut_off_ends_with_its_last_whole_frame(tmp_
     ramp_of_16_bits = np.arange(5 * RATE) % 30000 / 32768
     content = without_length(Path(written(tmp_path / "a.flac", ramp_of_16_bits).path).read_bytes())
     for size in (len(content) - 1, len(content) // 2):
-        clips = ClipDecoder(RATE, 4096).spread(FileRef.in_memory(content[:size], "b"), 99)
+        clips = ClipDecoder(RATE, 4096).load_clips(FileRef.in_memory(content[:size], "b"), 99)
         assert torch.equal(clips.flatten(), torch.from_numpy(ramp_of_16_bits[: clips.numel()]).float())
         assert 0.4 * RATE * 5 < clips.numel() < 5 * RATE
     first = content.index(b"\xff\xf8")
@@ -358,7 +358,7 @@ def test_a_file_to_which_another_was_appended_is_refused_wherever_it_lies(tmp_pa
                 assert torch.equal(decoder.load(entry, 0), alone)
             else:
                 assert "several streams one after the other" in one_line(decoder.load, entry, 0)
-                assert "several streams one after the other" in one_line(decoder.spread, entry, 3)
+                assert "several streams one after the other" in one_line(decoder.load_clips, entry, 3)
 
 
 def test_a_w64_that_states_no_size_is_heard(tmp_path):
@@ -385,6 +385,6 @@ def test_clips_hear_all_of_a_sound_or_are_spread_evenly(frames, max_clips, start
 
 def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_path):
     louder, expected = (sine(440, 3, rate) * np.linspace(0, 1, 3 * rate) for rate in (44100, RATE))
-    clips = ClipDecoder(RATE, RATE).spread(written(tmp_path / "x.wav", louder, 44100), 6)
+    clips = ClipDecoder(RATE, RATE).load_clips(written(tmp_path / "x.wav", louder, 44100), 6)
     assert clips.shape == (3, RATE)
     assert np.abs(clips.numpy() - expected.reshape(3, RATE))[:, 100:-100].max() < 1e-3

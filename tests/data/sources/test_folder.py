@@ -31,7 +31,7 @@ NAMES += [os.fsdecode(b"not \xff utf-8.png"), os.fsdecode(b"\x80folder/1.png"), 
 @pytest.fixture(autouse=True)
 def keeps_short_lists(monkeypatch) -> None:
     """With a clock without ticks, and `settle` in its place; lists are merged from runs."""
-    monkeypatch.setattr(folders, "cached_index", lambda *arguments: cached_index(*arguments, fewest=1))
+    monkeypatch.setattr(folders, "cached_index", lambda *arguments: cached_index(*arguments, min_strings=1))
     monkeypatch.setattr(folders, "_LONGEST_RUN", 3)
     monkeypatch.setattr(index, "_CLOCK_TICK_NS", 0)
 

@@ -46,7 +46,7 @@ def made(path: Path | str, rows: list[str] = ROWS) -> IndexData:
 
 
 def opened(path: Path, make: Callable[[Path], IndexData] = made, **options: Any) -> Index:
-    return cached_index(str(path), "test", lambda: make(path), **{"fewest": 1, **options})
+    return cached_index(str(path), "test", lambda: make(path), **{"min_strings": 1, **options})
 
 
 def again(path: Path, **options: Any) -> Index:
@@ -70,7 +70,7 @@ def in_files(path: Path) -> list[Path]:
 def test_an_index_is_made_once_and_read_again_also_after_pickling(file, monkeypatch):
     expected = ROWS, [i * i for i in range(len(ROWS))]
     monkeypatch.setattr(index, "_STRINGS_AT_ONCE", 64)
-    for found in (opened(file), again(file), opened(file, fewest=10_000)):
+    for found in (opened(file), again(file), opened(file, min_strings=10_000)):
         for one in (found, pickle.loads(pickle.dumps(found))):
             assert content(one) == expected and one.fingerprint == f"of {len(ROWS)}" and one.facts == {"more": "ü"}
     assert len(pickle.dumps(again(file))) < 1000, "where it is, not what is in it"
@@ -155,7 +155,7 @@ def test_it_is_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_in_m
     own_cache.write_text("no folder")
     assert content(opened(file))[0] == content(opened(file))[0] == ROWS
     own_cache.unlink()
-    assert content(cached_index("s3://bucket/set", "test", lambda: made(file), fewest=1))[0] == ROWS
+    assert content(cached_index("s3://bucket/set", "test", lambda: made(file), min_strings=1))[0] == ROWS
     assert len(list((own_cache / "tandem/lists").iterdir())) == 1
 
 

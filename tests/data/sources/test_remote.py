@@ -88,7 +88,7 @@ def servers(root: Path, sets: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 def right_answers(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     for server in servers.values():
         server.proxy.faults, server.proxy.always, server.proxy.requests = [], None, []
-    monkeypatch.setattr(remote, "_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
     remote._fetch_info.cache_clear()
 
 
@@ -160,7 +160,7 @@ def test_entries_are_read_by_few_requests(server):
 
 @pytest.mark.parametrize("fault", ["cut", "half", 500, 503, 429, "slow"])
 def test_a_server_that_fails_is_asked_again(server, fault, monkeypatch):
-    monkeypatch.setattr(remote, "_SECONDS", 1.0)
+    monkeypatch.setattr(remote, "_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(server.proxy, "slow_seconds", 3.0)
     server.proxy.faults = [fault] * (1 if fault == "slow" else 4)
     content = (server.folder / "001.tar").read_bytes()
@@ -170,7 +170,7 @@ def test_a_server_that_fails_is_asked_again(server, fault, monkeypatch):
 
 def test_pauses_between_attempts_grow(server, monkeypatch):
     pauses: list[float] = []
-    monkeypatch.setattr(remote, "_PAUSE", 0.5)
+    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     server.proxy.always = 503
     failure(read, f"{server.address}/001.tar")
@@ -183,7 +183,7 @@ def test_pauses_between_attempts_grow(server, monkeypatch):
     (403, "refuses access", 1), (404, "no such file", 1), (400, "400", 1),
 ])  # fmt: skip
 def test_a_failure_is_one_line_after_as_many_attempts_as_may_help(server, fault, reason, n_requests, monkeypatch):
-    monkeypatch.setattr(remote, "_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(server.proxy, "slow_seconds", 0.6)
     server.proxy.always = fault
     text = failure(read, f"{server.address}/001.tar", offset=0 if n_requests == 1 else 5)
