@@ -210,7 +210,7 @@ def train(
         yield update
 
 
-def images_of(folder: str, side: int) -> Iterator[Tensor]:
+def load_images(folder: str, side: int) -> Iterator[Tensor]:
     """The images below a folder, uint8 (3, side, side), in a new order in every pass, without end."""
     endings = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
     paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in endings)
@@ -235,7 +235,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator, discriminator = VQGAN(settings).to(device), Discriminator(settings).to(device)
     average = copy.deepcopy(generator)
-    images = images_of(folder, settings.image_size)
+    images = load_images(folder, settings.image_size)
     batches = (torch.stack([*itertools.islice(images, settings.batch_size)]) for _ in range(settings.max_steps))
     for step, update in enumerate(train(generator, discriminator, average, batches, settings)):
         if step % 10 == 0:
