@@ -28,9 +28,9 @@ from .devices import gpu_id, gpus_are_shared, shared_gpu_error
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# Collectives of the start time out a little later than the watchdog, whose message says more.
+# While processes connect, collectives time out a little later than the watchdog, whose message says more.
 GRACE_SECONDS = 60
-_WITHOUT_LIMIT = timedelta(days=3650)
+_NO_TIMEOUT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
 REPORT_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # seconds until a wait is reported; ranks in that line
 TRY_SECONDS, _MAX_TRIES_WITH_TORCHRUN = 1.0, 10
@@ -51,8 +51,8 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     # DeepSpeed reads these whatever launcher started the process.
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
-    through_nccl = device.type != "cpu" and not gpus_are_shared()
-    if through_nccl and launch.world_size > 1:  # with one process, DeepSpeed's groups fail (DeepSpeed#8248)
+    uses_nccl = device.type != "cpu" and not gpus_are_shared()
+    if uses_nccl and launch.world_size > 1:  # with one process, DeepSpeed's groups fail (DeepSpeed#8248)
         options["device_id"] = device
     is_restart = launch.is_restart
     if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
@@ -76,7 +76,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
             set_gloo_interface(start.external_address)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
-        f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if through_nccl else "gloo",
+        f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if uses_nccl else "gloo",
         rank=launch.rank,
         world_size=launch.world_size,
         **options,
@@ -89,7 +89,7 @@ def remove_time_limit() -> None:
     # The older name is that of PyTorch up to 2.14.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
-        set_timeout(_WITHOUT_LIMIT, group)
+        set_timeout(_NO_TIMEOUT, group)
 
 
 class Start(NamedTuple):

@@ -21,13 +21,13 @@ _INSTALLER = "scripts/install_horovod.sh"
 
 class HorovodBackend(Backend):
     name = "horovod"
-    launch_order = 10
+    auto_order = 10
     sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
     package = "horovod"
     install_hint = f"bash {short_path(HOME / _INSTALLER)}"
 
     @classmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher == "horovodrun"
 
     @classmethod

@@ -91,7 +91,7 @@ class ZeroEngine(Engine):
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         processes, config = self._processes, self._config
-        runtime = complete_config(
+        full_config = complete_config(
             config,
             self._options,
             zero_stage=self._stage,
@@ -101,8 +101,8 @@ class ZeroEngine(Engine):
             on_cpu=processes.device.type == "cpu",
             auto=self._auto_values(optimizer),
         )
-        self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
-        weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
+        self._bucket_size = full_config["zero_optimization"]["reduce_bucket_size"]
+        weights_are_low_precision = full_config["bf16"]["enabled"] or full_config["fp16"]["enabled"]
         self._lacks_weights = self._stage == 3 or weights_are_low_precision
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         trainable = list(self._names)
@@ -121,7 +121,7 @@ class ZeroEngine(Engine):
                 model=model,
                 model_parameters=groups,
                 optimizer=None if "optimizer" in config else optimizer,
-                config=runtime,
+                config=full_config,
                 dist_init_required=False,
             )
         internals = SimpleNamespace(engine=self._ds, optimizer=self._zero)
@@ -133,7 +133,7 @@ class ZeroEngine(Engine):
         self._parameters = {name: t for name, t in self._state_tensors().items() if isinstance(t, nn.Parameter)}
         self._sets_own_lr = self._scheduler is not None
         self.config = {
-            **runtime,
+            **full_config,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
             "optimizer_in_use": type(self._optimizer).__name__,
         }
@@ -143,7 +143,7 @@ class ZeroEngine(Engine):
         is_offloaded = offload is not None and offload.device != "none"
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = available_threads(processes.gather_objects) if is_offloaded else None
-        self._eager_weights_are_cast = weights_are_low_precision and self._stage < 3
+        self._casts_eager_weights = weights_are_low_precision and self._stage < 3
 
     def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The values of "auto" in the JSON's sections optimizer and scheduler, by path: the settings of the script's
@@ -167,7 +167,7 @@ class ZeroEngine(Engine):
     # the backward pass of a training step.
 
     def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._eager_weights_are_cast:
+        if not self._casts_eager_weights:
             return super()._eager_forward(*args, **kwargs)
         weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
         with torch.compiler.set_stance("force_eager"):
@@ -205,8 +205,7 @@ class ZeroEngine(Engine):
             with cpu_threads(self._optimizer_threads):
                 self._ds.step()
             norm = self._ds.get_global_grad_norm()
-            if self._stage:
-                self._clear_stored_gradients()
+            self._clear_stored_gradients()
             # Filled on the device, because a copy of a number from the host would wait for the device.
             finite = torch.full((), not getattr(self._zero, "overflow", False), device=self._processes.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._processes.device).float()
@@ -477,8 +476,9 @@ def check_internals(owner: Any, names: Iterable[str], context: str = "") -> None
 
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
-    """Context in which DeepSpeed does not broadcast the weights: the broadcast fails for 0-d parameters, and all
-    processes hold the same weights, as was checked. Raises UserMistake if this version lacks what is replaced."""
+    """Context in which DeepSpeed does not broadcast the weights: the broadcast fails for 0-d parameters, and
+    `check_replicas` has shown that all processes hold the same weights. Raises UserMistake if this version of DeepSpeed
+    lacks one of the ``CLASS_INTERNALS``, which are replaced meanwhile."""
     check_internals(deepspeed, CLASS_INTERNALS)
 
     def shard(init: Any, parameter: nn.Parameter) -> None:
