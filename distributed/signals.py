@@ -237,7 +237,7 @@ class StopRequest:
         self._is_summed_with_gradients = False
         return (self.drain() or answer) if now else answer
 
-    def contribute(self) -> bool:
+    def contribute_flag(self) -> bool:
         """The flag of this process, which the engine sums with its gradients or their norm."""
         self._is_summed_with_gradients = True
         return self._is_asked_by_caller or self.is_requested_here

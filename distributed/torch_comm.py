@@ -117,8 +117,8 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     Raises:
         RuntimeError: after the timeout, in one line that names a missing process.
     """
-    own_token, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
-    keys, seen_keys, entries = [f"token/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks], []
+    own_token, ranks, entries = uuid.uuid4().hex[:12], range(launch.world_size), []
+    token_keys, seen_keys = [f"token/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks]
     address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([own_token, launch.is_restart, address, gpu]))
     start_time, pause = time.monotonic(), 0.001
@@ -127,9 +127,9 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     while time.monotonic() < deadline:
         if not has_reported and time.monotonic() > start_time + REPORT_SECONDS:
             has_reported = True
-            _report_missing(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
-        if launch.is_root and store.check(keys):
-            entries = [json.loads(text) for text in store.multi_get(keys)]
+            _report_missing(launch, [rank for rank, key in enumerate(token_keys) if not store.check([key])])
+        if launch.is_root and store.check(token_keys):
+            entries = [json.loads(text) for text in store.multi_get(token_keys)]
             tokens = [token for token, *_ in entries]
             digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
             if digest != tokens_digest:
@@ -143,17 +143,17 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
                 store.set(f"seen/{launch.rank}", returned_digest)
         if entries and store.check(seen_keys) and set(store.multi_get(seen_keys)) == {tokens_digest.encode()}:
             number = store.add("starts", 1)
-            is_restart = number > 1 or any(was_restarted for _, was_restarted, *_ in entries)
-            external_address = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
-            mistake = shared_gpu_error([entry_gpu for *_, entry_gpu in entries])
-            store.set("start", json.dumps([tokens_digest, number, is_restart, external_address, mistake]))
+            _, restarts, addresses, gpus = zip(*entries, strict=True)
+            external_address = next((address for address in addresses if not _is_loopback(address)), None)
+            start = [number, number > 1 or any(restarts), external_address, shared_gpu_error(list(gpus))]
+            store.set("start", json.dumps([tokens_digest, *start]))
         if returned_digest and store.check(["start"]):
             start_digest, *start = json.loads(store.get("start"))
             if start_digest == returned_digest:
                 return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
-    missing = next((f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])), "another process")
+    missing = next((f"rank {rank}" for rank, key in enumerate(token_keys) if not store.check([key])), "another process")
     raise RuntimeError(f"{missing} did not come within {timeout.total_seconds() / 60:g} minutes{_launch_hint(launch)}")
 
 

@@ -90,9 +90,9 @@ class ZeroEngine(Engine):
         super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        processes, config = self._processes, self._config
+        processes = self._processes
         full_config = complete_config(
-            config,
+            self._config,
             self._options,
             zero_stage=self._stage,
             max_grad_norm=self._max_grad_norm,
@@ -105,30 +105,13 @@ class ZeroEngine(Engine):
         weights_are_low_precision = full_config["bf16"]["enabled"] or full_config["fp16"]["enabled"]
         self._lacks_weights = self._stage == 3 or weights_are_low_precision
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        trainable = list(self._names)
         self._ordered_sum: OrderedSum | None = None
         if self._plan.batch_parts:
-            self._ordered_sum = OrderedSum(trainable, processes.comm, self._plan.grad_accum_steps)
+            self._ordered_sum = OrderedSum(list(self._names), processes.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         if self._options.compile:
             model.compile()
-        groups: Any = trainable
-        if config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
-            # Apply --weight_decay as the script's optimizer does, which does not decay biases and scales.
-            groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
-        with _without_broadcast(), one_line_refusals(self._config_path):
-            self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
-                model=model,
-                model_parameters=groups,
-                optimizer=None if "optimizer" in config else optimizer,
-                config=full_config,
-                dist_init_required=False,
-            )
-        internals = SimpleNamespace(engine=self._ds, optimizer=self._zero)
-        names = [f"engine.{name}" for name in ENGINE_INTERNALS] + [
-            f"optimizer.{name}" for name in ZERO_INTERNALS[self._stage]
-        ]
-        check_internals(internals, names, f" at ZeRO {self._stage}")
+        self._initialize(model, optimizer, full_config)
         self._optimizer = self._ds.basic_optimizer
         self._parameters = {name: t for name, t in self._state_tensors().items() if isinstance(t, nn.Parameter)}
         self._sets_own_lr = self._scheduler is not None
@@ -144,6 +127,24 @@ class ZeroEngine(Engine):
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = available_threads(processes.gather_objects) if is_offloaded else None
         self._casts_eager_weights = weights_are_low_precision and self._stage < 3
+
+    def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer, full_config: dict[str, Any]) -> None:
+        """Call ``deepspeed.initialize``, and check that its engine and its optimizer have what this module uses."""
+        groups: Any = list(self._names)
+        if self._config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
+            # Apply --weight_decay as the script's optimizer does, which does not decay biases and scales.
+            groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
+        with _without_broadcast(), one_line_refusals(self._config_path):
+            self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
+                model=model,
+                model_parameters=groups,
+                optimizer=None if "optimizer" in self._config else optimizer,
+                config=full_config,
+                dist_init_required=False,
+            )
+        names = [f"engine.{name}" for name in ENGINE_INTERNALS]
+        names += [f"optimizer.{name}" for name in ZERO_INTERNALS[self._stage]]
+        check_internals(SimpleNamespace(engine=self._ds, optimizer=self._zero), names, f" at ZeRO {self._stage}")
 
     def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The values of "auto" in the JSON's sections optimizer and scheduler, by path: the settings of the script's

@@ -201,7 +201,7 @@ class FSDPEngine(ReplicatedEngine):
         if gradients := [local.grad for local in sharded if local.grad is not None]:
             sums[0] = gradient_norm(gradients).square()
         if processes.world_size > 1:
-            sums[1].fill_(float(processes.stop.contribute()))
+            sums[1].fill_(float(processes.stop.contribute_flag()))
             processes.comm.all_reduce_(sums, f"{self.name}.norm").wait()
             processes.stop.read_sum(sums[1])
         if self._unsharded_reducer.gradients:
