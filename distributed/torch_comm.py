@@ -33,8 +33,8 @@ GRACE_SECONDS = 60
 _NO_TIMEOUT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
 REPORT_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # seconds until a wait is reported; ranks in that line
-TRY_SECONDS, _MAX_TRIES_WITH_TORCHRUN = 1.0, 10
-_POLL_SECONDS, _QUIET_POLLS, THREAD_WAIT_SECONDS = 0.005, 3, 2.0
+TRY_SECONDS, _MAX_TRIES_WITH_TORCHRUN = 1.0, 10  # of `_wait_for_store`
+_POLL_SECONDS, _QUIET_POLLS, THREAD_WAIT_SECONDS = 0.005, 3, 2.0  # of `_wait_for_threads`
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -159,7 +159,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
 
 def _report_missing(launch: Launch, missing: Sequence[int]) -> None:
     """Print which processes are missing: on the root, or on one process of each machine that waits for the root."""
-    if launch.is_root if 0 not in missing else launch.local_rank == 0:
+    if launch.is_root or (launch.local_rank == 0 and 0 in missing):
         present_count = launch.world_size - len(missing)
         rank_text = ", ".join(map(str, missing[:_MAX_NAMED_RANKS]))
         rank_text += " ..." if len(missing) > _MAX_NAMED_RANKS else ""

@@ -201,9 +201,9 @@ def entropy_loss(z: Tensor, settings: Settings) -> Tensor:
     return sample_entropy + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
 
 
-def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, last: Tensor) -> Tensor:
+def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, layer: Tensor) -> Tensor:
     """The weight that gives both losses gradients of one norm at the last layer (Esser et al. 2021, equation 7)."""
-    norms = [torch.autograd.grad(loss, last, retain_graph=True)[0].norm() for loss in (reconstruction, adversarial)]
+    norms = [torch.autograd.grad(loss, layer, retain_graph=True)[0].norm() for loss in (reconstruction, adversarial)]
     return (norms[0] / norms[1].clamp_min(1e-4)).clamp_max(1e4)
 
 
@@ -232,11 +232,11 @@ def train(
     """Train on uint8 clips (b, 3, f, h, w); yields the metrics of each update.
 
     noise: (number of the update, b) -> uniform in [0, 1), (b,), which chooses the frame for the frame head."""
-    last, models = generator.get_parameter("decoder.conv_out.conv.weight"), (generator, discriminator)
+    last_layer, models = generator.get_parameter("decoder.conv_out.conv.weight"), (generator, discriminator)
     adams, warmup = [make_adam(m, settings) for m in models], min(settings.lr_warmup_steps, settings.max_steps // 2)
     for step, batch in enumerate(batches):
-        clips = batch.to(last.device).float() / 255
-        frames = (noise(step, len(clips)) * clips.shape[2]).long().to(last.device)
+        clips = batch.to(last_layer.device).float() / 255
+        frames = (noise(step, len(clips)) * clips.shape[2]).long().to(last_layer.device)
         for group in (*adams[0].param_groups, *adams[1].param_groups):
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(warmup, 1))
 
@@ -246,7 +246,7 @@ def train(
         fake = generator.decode(quantize(z))
         error = F.mse_loss(fake, clips)
         adversarial = -torch.stack([logits.mean() for logits in discriminator(fake, frames)]).sum()
-        loss = error + settings.gan_weight_scale * adaptive_weight(error, adversarial, last) * adversarial
+        loss = error + settings.gan_weight_scale * adaptive_weight(error, adversarial, last_layer) * adversarial
         loss = loss + settings.commitment_loss_weight * F.mse_loss(z, quantize(z).detach())
         loss = loss + settings.entropy_loss_weight * entropy_loss(z, settings)
         adams[0].zero_grad()

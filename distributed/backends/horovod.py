@@ -46,8 +46,8 @@ class HorovodBackend(Backend):
         # horovodrun finds the right network interface, but Horovod 0.28.1 forgets it for the second of its two meshes.
         if int(os.environ.get("HOROVOD_CROSS_SIZE", "1")) > 1 and (address := unreachable_own_address()):
             raise ValueError(
-                f"the name of this machine, {socket.gethostname()}, leads to {address} on it, where the other machines "
-                "do not reach it; give the name the machine's address in /etc/hosts"
+                f"the name of this machine, {socket.gethostname()}, resolves to {address} on it, where the other "
+                "machines do not reach it; write the machine's real address into /etc/hosts"
             )
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse

@@ -122,7 +122,7 @@ class FSDPEngine(ReplicatedEngine):
             module.set_gradient_divide_factor(1.0)  # an update is a sum, not a mean
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows only sums
             cast(nn.Module, module).register_forward_pre_hook(_fix_input_strides, with_kwargs=True)
-        if not hasattr(module._get_fsdp_state(), _END_BACKWARD):
+        if not hasattr(cast(FSDPModule, model)._get_fsdp_state(), _END_BACKWARD):
             raise UserMistake(
                 f"FSDP of PyTorch {torch.__version__} has no {_END_BACKWARD}: it differs from that of the versions "
                 "which pyproject.toml allows; install one of those, or leave --distributed_backend fsdp out"
