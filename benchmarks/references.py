@@ -77,9 +77,10 @@ class Reference:
                 return inputs.to(device, non_blocking=True)
             return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
-        noise = [lambda step, n: self.module.noise_of(settings, n, device)] if hasattr(self.module, "noise_of") else []
+        draw_noise = getattr(self.module, "draw_noise", None)
+        noise = [lambda step, n: draw_noise(settings, n, device)] if draw_noise else []
         if side == DDP_SAME_NOISE:
-            noise = [_keyed_noise(args.seed, self.module.noise_of(settings, 1, device).shape[1:], device)]
+            noise = [_keyed_noise(args.seed, draw_noise(settings, 1, device).shape[1:], device)]
         with _horovod_optimizers() if side == HOROVOD else contextlib.nullcontext():
             loop = self.module.train(*models, map(load, itertools.cycle(batches)), *noise, settings)
             while True:

@@ -40,8 +40,8 @@ def available() -> dict[str, bool]:
 
 
 def _detect_launch() -> Launch:
-    """The launch that the environment describes. A single process if the environment is wrong: `from_args` reports
-    that."""
+    """The launch that the environment describes; a single process if the environment is wrong, because `from_args`
+    reports that."""
     try:
         return detect()
     except UserMistake:
@@ -92,7 +92,7 @@ def launch(
     train: Callable[[argparse.Namespace, dict[str, Any], Backend], None],
     parser: Any,
     args: argparse.Namespace,
-    previous_batch_plan: Callable[[str], Mapping[str, Any]],
+    read_previous_plan: Callable[[str], Mapping[str, Any]],
 ) -> None:
     """Connect the processes and call ``train(args, settings, backend)``. An error becomes an exit code: 2 for a
     ``UserMistake``, which ends all processes with one line; for an error of `tandem.io.exits` its own.
@@ -100,13 +100,13 @@ def launch(
     Args:
         train: The script's training; settings are all arguments by flag name, with those of a backend's configuration.
         parser: The parser that returned ``args``; it has ``add_arguments``, ``settings(args)``, and ``error(text,
-            is_agreed=...)``, which ends the process; an error is agreed on if all processes end with it.
+            is_agreed=...)``, which ends this process. ``is_agreed``: all processes end with the same error.
         args: The parsed arguments, which the script has checked.
-        previous_batch_plan: Output folder -> what ``Backend.describe`` returned when the run there was last started.
+        read_previous_plan: Output folder -> what ``Backend.describe`` returned when the run there was last started.
     """
     is_new = args.fresh and not _detect_launch().is_restart
     with exit_codes(parser.error, UserMistake):
-        backend = from_args(args, {} if is_new else previous_batch_plan(args.output_dir))
+        backend = from_args(args, {} if is_new else read_previous_plan(args.output_dir))
     with exit_codes(partial(parser.error, is_agreed=True), UserMistake), backend:
         train(args, parser.settings(args), backend)
 
@@ -134,7 +134,7 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
     launch = detect()
     backends = all_backends()
     backend = (
-        next(choice for choice in backends.values() if choice.was_launched(launch, args))
+        next(choice for choice in backends.values() if choice.is_requested(launch, args))
         if args.distributed_backend == "auto"
         else backends[args.distributed_backend]
     )
@@ -163,9 +163,10 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
 
 
 def launch_inference(run: Callable[[ProcessGroup], None], parser: Any, args: argparse.Namespace) -> None:
-    """Like `launch`, for a script that trains nothing: connect the processes and call ``run(processes)``. The
-    processes share no batch. `args` needs no training flags, but `cpu_threads` for PyTorch. Sets `args.fresh` to False
-    if the launcher restarted the job, and `args.precision` to that of a backend's configuration."""
+    """Like `launch`, for a script that trains nothing: connect the processes and call ``run(processes)``. No batch is
+    divided over the processes. ``args`` needs none of the training flags, but ``cpu_threads``, the number of PyTorch's
+    threads. Sets ``args.fresh`` to False if the launcher has restarted the job, and ``args.precision`` to that of the
+    backend's configuration, if it has one."""
     if unused_flags := sorted(_training_flags() & args.on_command_line):
         parser.error(f"--{unused_flags[0]} is for training, and this script trains nothing: leave it out")
     args.fresh = args.fresh and not _detect_launch().is_restart

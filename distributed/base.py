@@ -1,5 +1,5 @@
-"""The interface Backend: how processes are connected, and how a model is spread over them. ProcessGroup
-(process_group.py) is these processes; Engine (engines/base.py) is one model and its optimizer.
+"""The interface Backend: how processes are connected, and how a model is spread over them. A ProcessGroup
+(process_group.py) stands for the connected processes, an Engine (engines/base.py) for one model and its optimizer.
 
 A script uses only these three classes and never asks for a backend's name:
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .process_group import ProcessGroup
 
 
-_FILES_PER_PROCESS = 256  # of data, loaders, trackers and libraries; connections to other processes come on top
+_FILES_PER_PROCESS = 256  # open files of data, loaders, trackers and libraries, besides the sockets to other processes
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Backend(ABC):
     """How the processes of a job are connected, and how a model is spread over them. A context manager: enter to
     connect, leave to disconnect.
 
-    A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``launch_order``,
-    ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``package`` and ``install_hint``, its own
+    A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``auto_order``,
+    ``is_requested``, ``connect`` and ``disconnect``; if they apply also ``package`` and ``install_hint``, its own
     flags (``add_arguments``, ``flag_in_use``, ``configure``), and an engine of its own (``make_engine``).
     """
 
@@ -81,8 +81,8 @@ class Backend(ABC):
     """The connected processes, once this context is entered."""
 
     name: ClassVar[str]
-    launch_order: ClassVar[int]
-    """``auto`` takes the first backend, in this order, that was launched."""
+    auto_order: ClassVar[int]
+    """``--distributed_backend auto`` takes the requested backend with the lowest number."""
     package: ClassVar[str] = ""
     """The Python package that it needs besides PyTorch."""
     install_hint: ClassVar[str] = ""
@@ -97,14 +97,14 @@ class Backend(ABC):
         self._can_compile = False  # not checked yet
         self.total_updates: int | None = None
         """Number of updates of the run, if it is set before ``wrap``."""
-        self._own_flag_values = [getattr(args, name) for name in self.training_flags]
+        self._training_flag_values = [getattr(args, name) for name in self.training_flags]
         self._initial_launcher_pids = self._launcher_pids()
         self._after_leaving: list[Callable[[], None]] = []
 
     @classmethod
     @abstractmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        """Whether the launcher's environment or the arguments ask for this backend."""
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        """Whether the launcher or the arguments ask for this backend."""
 
     @abstractmethod
     def connect(self) -> Connection:
@@ -131,8 +131,8 @@ class Backend(ABC):
 
     @classmethod
     def flag_in_use(cls, args: argparse.Namespace) -> str | None:
-        """A flag of this backend alone that is set to something else than its default, or None. Other backends refuse
-        it."""
+        """A flag that only this backend has and that is not at its default, or None. A run that uses another backend
+        refuses it."""
         return None
 
     @classmethod
@@ -145,8 +145,8 @@ class Backend(ABC):
         return
 
     def make_engine(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Engine:
-        """The engine that ``wrap`` returns, with its ``name`` and ``max_grad_norm``; by default each process holds the
-        whole model."""
+        """The engine that ``wrap`` returns; by default each process holds the whole model. ``options`` are the ``name``
+        and the ``max_grad_norm`` of ``wrap``."""
         from tandem.distributed.engines.replicated import ReplicatedEngine
 
         return ReplicatedEngine(self.processes, self.options, model, optimizer, **options)
@@ -212,10 +212,10 @@ class Backend(ABC):
         options, plan = self.options, self.options.plan
         own_settings = [
             plan.global_batch_size, plan.asked_grad_accum_steps, plan.world_size, plan.batch_parts, options.precision,
-            options.reduce_precision, options.compile, *self._own_flag_values,
+            options.reduce_precision, options.compile, *self._training_flag_values,
         ]  # fmt: skip
         all_settings = comm.gather_objects([*own_settings, plan.grad_accum_steps])
-        # A machine that joins a run with --fresh does not know that the run accumulates over more steps than its flag.
+        # A machine that joins a run with --fresh does not read the run folder, and so knows only --grad_accum_steps.
         if (steps := max(settings[-1] for settings in all_settings)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*other_settings, _) in enumerate(all_settings):

@@ -18,7 +18,7 @@ class BatchPlan:
     global_batch_size: int
     grad_accum_steps: int
     world_size: int
-    #: --grad_accum_steps: the run accumulates more if it continues on fewer processes, or uses --batch_parts.
+    #: The flag --grad_accum_steps. A run on fewer processes than before, or with --batch_parts, takes more steps.
     asked_grad_accum_steps: int
     #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: no parts.
     batch_parts: int = 0
@@ -80,14 +80,14 @@ def plan_batches(
     return BatchPlan(global_batch_size, accumulation_steps, world_size, asked_grad_accum_steps=grad_accum_steps)
 
 
-def _plan_parts(batch_size: int, flag_steps: int, world_size: int, parts: int) -> BatchPlan:
-    _check_divides("--batch_parts", parts, flag_steps, world_size)
+def _plan_parts(batch_size: int, asked_steps: int, world_size: int, parts: int) -> BatchPlan:
+    _check_divides("--batch_parts", parts, asked_steps, world_size)
     if batch_size % parts:
         raise UserMistake(
             f"--batch_size {batch_size} does not divide into --batch_parts {parts}: {batch_size} / {parts} = "
             f"{batch_size / parts:.12g}; use --batch_size {_nearest(batch_size, parts)}"
         )
-    return BatchPlan(batch_size, parts // world_size, world_size, asked_grad_accum_steps=flag_steps, batch_parts=parts)
+    return BatchPlan(batch_size, parts // world_size, world_size, asked_grad_accum_steps=asked_steps, batch_parts=parts)
 
 
 def _check_divides(flag: str, number: int, steps: int, world_size: int, note: str = "", hint: str = "") -> None:
@@ -106,13 +106,13 @@ def _nearest(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-def _needed_steps(batch_size: int, flag_steps: int, world_size: int, previous: Mapping[str, Any]) -> int:
+def _needed_steps(batch_size: int, asked_steps: int, world_size: int, previous: Mapping[str, Any]) -> int:
     """The fewest accumulation steps with which micro-batches are no larger than in the ``previous`` plan, if that had
     the same flags."""
-    flags = (batch_size, flag_steps)
+    flags = (batch_size, asked_steps)
     has_same_flags = (previous.get("batch_size"), previous.get("asked_grad_accum_steps")) == flags
     limit = previous.get("micro_batch_size")
     if not (has_same_flags and isinstance(limit, int) and limit > 0):
-        return flag_steps
+        return asked_steps
     local = batch_size // world_size
-    return next(steps for steps in range(flag_steps, local + 1) if local % steps == 0 and local // steps <= limit)
+    return next(steps for steps in range(asked_steps, local + 1) if local % steps == 0 and local // steps <= limit)

@@ -28,7 +28,7 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     if gpus_are_shared():
         local_rank %= count
     if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
-        local_rank = 0  # `shared_gpu_error` finds out whether several processes see the same one
+        local_rank = 0  # if several processes see the same GPU, `shared_gpu_error` reports that
     if local_rank >= count:
         cpu_hint = ", or set CUDA_VISIBLE_DEVICES= to train on the CPU" if accelerator.type == "cuda" else ""
         raise ValueError(
@@ -47,14 +47,14 @@ def gpus_are_shared() -> bool:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """An id of the GPU among those of all machines; None for a CPU, and where PyTorch has none."""
+    """An id that no other GPU on any machine has; None for a CPU, and where PyTorch knows no id."""
     if device.type == "cpu":
         return None
     get_properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)
-    uuid = getattr(get_properties(device), "uuid", None)
+    if not (uuid := getattr(get_properties(device), "uuid", None)):
+        return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # Slices of one GPU may have its UUID.
-    return f"{uuid} {visible}" if uuid and visible.startswith("MIG-") else uuid and str(uuid)
+    return f"{uuid} {visible}" if visible.startswith("MIG-") else str(uuid)  # MIG slices of a GPU may share its UUID
 
 
 def shared_gpu_error(gpu_ids: Sequence[str | None]) -> str | None:

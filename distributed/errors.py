@@ -34,7 +34,7 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip()
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory is exhausted, on the CPU or on a GPU."""
     # PyTorch raises a plain RuntimeError if the CPU's memory is exhausted, or if a size overflows.
     phrases = ("not enough memory", "can't allocate memory", "out of memory", "Storage size calculation overflowed")

@@ -25,7 +25,7 @@ from tandem.io.reading import counted
 from tandem.io.writing import say
 
 TICK_SECONDS = 1.0
-LINK_SECONDS = 25  # a machine that does not answer for so long is lost; torchrun kills 30 s after it noticed the loss
+LOST_SECONDS = 25  # until a silent machine is lost: less than the 30 s after which torchrun kills the others
 SILENT_TICKS = 10  # if the job is asked to end, a process that does not answer for so long is lost ...
 _LOADING_TICKS = 30  # ... and a process that gets no batch from its loader processes for so long
 _NO_ANSWER_TICKS = 3  # after which a stalled rank counts as silent
@@ -39,7 +39,7 @@ def enable_keepalive(connection: socket.socket) -> None:
     """Let the kernel close a connection to a machine that is gone. (For a stopped process, its kernel answers.)"""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    values = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": LINK_SECONDS // 5, "USER_TIMEOUT": 1000 * LINK_SECONDS}
+    values = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": LOST_SECONDS // 5, "USER_TIMEOUT": 1000 * LOST_SECONDS}
     for name, value in values.items():
         if option := getattr(socket, f"TCP_{name}", None):  # not every system has all
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -175,13 +175,13 @@ class HeartbeatMonitor:
 
 def _join_first(descriptions: Iterable[str]) -> str:
     entries = list(descriptions)
-    rest = [f"and {len(entries) - _MAX_NAMED_RANKS} more ranks"] if len(entries) > _MAX_NAMED_RANKS else []
-    return "; ".join([*entries[:_MAX_NAMED_RANKS], *rest])
+    more = [f"and {len(entries) - _MAX_NAMED_RANKS} more ranks"] if len(entries) > _MAX_NAMED_RANKS else []
+    return "; ".join([*entries[:_MAX_NAMED_RANKS], *more])
 
 
 @dataclass
 class _Peer:
-    """A process that has connected; its rank is -1 until it has sent it."""
+    """A process that has connected; ``rank`` is -1 until the process has sent it."""
 
     connection: socket.socket
     rank: int = -1
@@ -253,7 +253,8 @@ class HeartbeatServer:
         self._close()
 
     def _close(self) -> None:
-        for sock in (self._listener, self._wake_sender, self._wake_receiver, *(m.connection for m in self._peers)):
+        connections = (peer.connection for peer in self._peers)
+        for sock in (self._listener, self._wake_sender, self._wake_receiver, *connections):
             sock.close()
 
     def _poll(self, seconds: float) -> bool:

@@ -50,7 +50,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         # The deepspeed launcher sets torchrun's variables and two of its own.
         is_deepspeed = "CROSS_RANK" in env and "LOCAL_SIZE" in env and "TORCHELASTIC_RUN_ID" not in env
         launcher = "deepspeed" if is_deepspeed else "torchrun"
-        return Launch(launcher, *_read_ranks(env, "RANK", "LOCAL_RANK", "WORLD_SIZE"), *_master(env), _is_restart(env))
+        ranks = _read_ranks(env, "RANK", "LOCAL_RANK", "WORLD_SIZE")
+        return Launch(launcher, *ranks, *_read_master(env), _is_restart(env))
     # Test for mpirun before srun: mpirun starts its daemons with srun, so its processes inherit srun's variables.
     if _read_integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         if "MASTER_ADDR" not in env and env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
@@ -58,7 +59,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
                 "mpirun started this on several machines without MASTER_ADDR; add `-x MASTER_ADDR=<first host>`"
             )
         names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE"))
-        return Launch("mpirun", *_read_ranks(env, *names), *_master(env))
+        return Launch("mpirun", *_read_ranks(env, *names), *_read_master(env))
     # SLURM_PROCID alone does not show srun: SLURM also sets it in a batch script, which is one process.
     if _read_integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         ranks = _read_ranks(env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
@@ -73,7 +74,7 @@ def _read_ranks(env: Mapping[str, str], rank: str, local_rank: str, world_size: 
     return _read_integer(env, rank), _read_integer(env, local_rank, 0), _read_integer(env, world_size)
 
 
-def _master(env: Mapping[str, str]) -> tuple[str, int]:
+def _read_master(env: Mapping[str, str]) -> tuple[str, int]:
     return env.get("MASTER_ADDR", "127.0.0.1"), _read_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT)
 
 
@@ -88,9 +89,9 @@ def torchrun_id() -> str | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError, IndexError):  # not Linux, or the launcher has ended
             boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            launcher = os.getppid()
-            ticks = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
-            return f"{socket.gethostname()}/{boot_id}/{launcher}/{ticks}/{os.environ['TORCHELASTIC_RUN_ID']}"
+            launcher_pid = os.getppid()
+            ticks = Path(f"/proc/{launcher_pid}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
+            return f"{socket.gethostname()}/{boot_id}/{launcher_pid}/{ticks}/{os.environ['TORCHELASTIC_RUN_ID']}"
     return None
 
 

@@ -16,7 +16,7 @@ from tandem.io.reading import printable
 from tandem.io.writing import say
 
 from .collectives import Communicator
-from .errors import TrainingStopped, UserMistake, first_line, lacks_memory
+from .errors import TrainingStopped, UserMistake, first_line, is_out_of_memory
 from .launchers import Launch, torchrun_id
 from .signals import Signals, StopRequest
 from .watchdog import Watchdog
@@ -120,7 +120,7 @@ class ProcessGroup:
         except (ValueError, OSError) as error:
             mistake = first_line(error)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, TrainingStopped) or not lacks_memory(error):  # TrainingStopped: the job ends already
+            if isinstance(error, TrainingStopped) or not is_out_of_memory(error):  # the former ends the job
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.barrier()
@@ -143,12 +143,14 @@ class ProcessGroup:
         """Report to the watchdog that this process begins ``phase``; engines and collectives report theirs.
 
         Args:
-            is_uninterrupted: The phase contains no further heartbeat, as a user's function or a write. It may take any
+            is_uninterrupted: The phase sends no further heartbeat, as a user's function or a write. It may take any
                 time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
                 timeout.
             update, collective, gathers: Of engines, see `Watchdog.heartbeat`.
         """
-        self.watchdog.heartbeat(phase, update=update, collective=collective, gathers=gathers, writes=is_uninterrupted)
+        self.watchdog.heartbeat(
+            phase, update=update, collective=collective, gathers=gathers, is_uninterrupted=is_uninterrupted
+        )
 
     @property
     def waited(self) -> Mapping[str, float]:
@@ -176,7 +178,7 @@ class ProcessGroup:
         with self.watchdog.loading(), interruption:
             yield
 
-    def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
+    def iterate(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield ``items``; each is fetched inside ``waiting_for(what)``."""
         with self.waiting_for(what):
             iterator = iter(items)
@@ -233,13 +235,13 @@ class ProcessGroup:
             is_graceful = is_mistake or ((is_done or is_on_all_ranks) and self._all_are_done())
         finally:
             self.watchdog.stop(None if is_done or is_on_all_ranks else error)
-            # Before signals end this process again: launchers send SIGTERM as soon as another process has ended.
+            # Signals must not end this process yet: launchers send SIGTERM as soon as another process has ended.
             self.watchdog.wait_for_writes()
             self._signals.close()
             disconnect(is_graceful)
         if stop_error is None:
             return is_done
-        if stop_error.on_one_rank and self.world_size > 1:  # else the exit may hang until the launcher kills
+        if stop_error.on_one_rank and self.world_size > 1:  # or the exit may hang until the launcher kills this process
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()

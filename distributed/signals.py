@@ -155,7 +155,7 @@ class Signals:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             exit_process(INTERRUPTED, at_once=True)
-        # torchrun and horovodrun send SIGTERM if a process is lost: then nothing can be saved.
+        # torchrun and horovodrun send SIGTERM if a process is lost, too: then nothing can be saved.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
         if self._can_save and self._is_root and not self._has_announced and not self._is_explained(patience):
             self._announce_once(number)
@@ -210,10 +210,10 @@ class StopRequest:
 
     def __init__(self, comm: Communicator, received: Collection[int] = ()) -> None:
         self._comm, self._received = comm, received
-        self._is_asked = False  # by the last caller of `is_agreed`
+        self._is_asked_by_caller = False  # the last `by_this_process` of `is_agreed`
         self._pending: tuple[torch.Tensor, Handle] | None = None
         self._has_request_arrived = self._is_summed_with_gradients = False
-        # Copies of flags to the host that are under way, with their events: of the call before, and of this one.
+        # Flags on their way to the host, with events: those of the previous call, and those of the present one.
         self._readable_flags: list[tuple[torch.Tensor, Any]] = []
         self._copied_flags: list[tuple[torch.Tensor, Any]] = []
 
@@ -226,7 +226,7 @@ class StopRequest:
         """Whether all processes stop now; ``by_this_process`` asks them to. With several processes a request is
         reported one call late, on a GPU up to two, so that nothing waits for the sum; with ``now`` the call waits.
         Collective."""
-        self._is_asked = by_this_process
+        self._is_asked_by_caller = by_this_process
         is_requested = by_this_process or self.is_requested_here
         if self._comm.world_size == 1:
             return is_requested
@@ -237,10 +237,10 @@ class StopRequest:
         self._is_summed_with_gradients = False
         return (self.drain() or answer) if now else answer
 
-    def contribute(self) -> bool:
-        """The flag of this process, which ``GradientReducer`` sums with the gradients."""
+    def contribute_flag(self) -> bool:
+        """The flag of this process, which the engine sums with its gradients or their norm."""
         self._is_summed_with_gradients = True
-        return self._is_asked or self.is_requested_here
+        return self._is_asked_by_caller or self.is_requested_here
 
     def read_sum(self, total: torch.Tensor) -> None:
         """Receive the sum of the flags (0-d), summed with the gradients. On a GPU the host reads it later, without a

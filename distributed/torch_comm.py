@@ -28,13 +28,13 @@ from .devices import gpu_id, gpus_are_shared, shared_gpu_error
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# Collectives of the start time out a little later than the watchdog, whose message says more.
+# While processes connect, collectives time out a little later than the watchdog, whose message says more.
 GRACE_SECONDS = 60
-_WITHOUT_LIMIT = timedelta(days=3650)
+_NO_TIMEOUT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
 REPORT_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # seconds until a wait is reported; ranks in that line
-TRY_SECONDS, _MAX_TRIES_WITH_TORCHRUN = 1.0, 10
-_POLL_SECONDS, _QUIET_POLLS, THREAD_WAIT_SECONDS = 0.005, 3, 2.0
+TRY_SECONDS, _MAX_TRIES_WITH_TORCHRUN = 1.0, 10  # of `_wait_for_store`
+_POLL_SECONDS, _QUIET_POLLS, THREAD_WAIT_SECONDS = 0.005, 3, 2.0  # of `_wait_for_threads`
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -51,8 +51,8 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     # DeepSpeed reads these whatever launcher started the process.
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
-    through_nccl = device.type != "cpu" and not gpus_are_shared()
-    if through_nccl and launch.world_size > 1:  # with one process, DeepSpeed's groups fail (DeepSpeed#8248)
+    uses_nccl = device.type != "cpu" and not gpus_are_shared()
+    if uses_nccl and launch.world_size > 1:  # with one process, DeepSpeed's groups fail (DeepSpeed#8248)
         options["device_id"] = device
     is_restart = launch.is_restart
     if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
@@ -76,7 +76,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
             set_gloo_interface(start.external_address)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
-        f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if through_nccl else "gloo",
+        f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if uses_nccl else "gloo",
         rank=launch.rank,
         world_size=launch.world_size,
         **options,
@@ -89,7 +89,7 @@ def remove_time_limit() -> None:
     # The older name is that of PyTorch up to 2.14.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
-        set_timeout(_WITHOUT_LIMIT, group)
+        set_timeout(_NO_TIMEOUT, group)
 
 
 class Start(NamedTuple):
@@ -117,8 +117,8 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     Raises:
         RuntimeError: after the timeout, in one line that names a missing process.
     """
-    own_token, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
-    keys, seen_keys, entries = [f"token/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks], []
+    own_token, ranks, entries = uuid.uuid4().hex[:12], range(launch.world_size), []
+    token_keys, seen_keys = [f"token/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks]
     address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([own_token, launch.is_restart, address, gpu]))
     start_time, pause = time.monotonic(), 0.001
@@ -127,9 +127,9 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     while time.monotonic() < deadline:
         if not has_reported and time.monotonic() > start_time + REPORT_SECONDS:
             has_reported = True
-            _report_missing(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
-        if launch.is_root and store.check(keys):
-            entries = [json.loads(text) for text in store.multi_get(keys)]
+            _report_missing(launch, [rank for rank, key in enumerate(token_keys) if not store.check([key])])
+        if launch.is_root and store.check(token_keys):
+            entries = [json.loads(text) for text in store.multi_get(token_keys)]
             tokens = [token for token, *_ in entries]
             digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
             if digest != tokens_digest:
@@ -143,23 +143,23 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
                 store.set(f"seen/{launch.rank}", returned_digest)
         if entries and store.check(seen_keys) and set(store.multi_get(seen_keys)) == {tokens_digest.encode()}:
             number = store.add("starts", 1)
-            is_restart = number > 1 or any(was_restarted for _, was_restarted, *_ in entries)
-            external_address = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
-            mistake = shared_gpu_error([entry_gpu for *_, entry_gpu in entries])
-            store.set("start", json.dumps([tokens_digest, number, is_restart, external_address, mistake]))
+            _, restarts, addresses, gpus = zip(*entries, strict=True)
+            external_address = next((address for address in addresses if not _is_loopback(address)), None)
+            start = [number, number > 1 or any(restarts), external_address, shared_gpu_error(list(gpus))]
+            store.set("start", json.dumps([tokens_digest, *start]))
         if returned_digest and store.check(["start"]):
             start_digest, *start = json.loads(store.get("start"))
             if start_digest == returned_digest:
                 return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
-    missing = next((f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])), "another process")
+    missing = next((f"rank {rank}" for rank, key in enumerate(token_keys) if not store.check([key])), "another process")
     raise RuntimeError(f"{missing} did not come within {timeout.total_seconds() / 60:g} minutes{_launch_hint(launch)}")
 
 
 def _report_missing(launch: Launch, missing: Sequence[int]) -> None:
     """Print which processes are missing: on the root, or on one process of each machine that waits for the root."""
-    if launch.is_root if 0 not in missing else launch.local_rank == 0:
+    if launch.is_root or (launch.local_rank == 0 and 0 in missing):
         present_count = launch.world_size - len(missing)
         rank_text = ", ".join(map(str, missing[:_MAX_NAMED_RANKS]))
         rank_text += " ..." if len(missing) > _MAX_NAMED_RANKS else ""

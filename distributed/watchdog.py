@@ -45,11 +45,8 @@ class _Heartbeat:
     phase: str = "starting"
     update: int = 0
     collective: bool = False
-    writes: bool = False
+    is_uninterrupted: bool = False
     loads: bool = False
-
-
-_WAIT_KINDS = ("data", "communication")
 
 
 class Watchdog:
@@ -61,7 +58,7 @@ class Watchdog:
         self._timeout_ticks = timeout_minutes * 60 / TICK_SECONDS
         self._heartbeat = _Heartbeat()
         #: Seconds that this process has waited, by cause.
-        self.waited = dict.fromkeys(_WAIT_KINDS, 0.0)
+        self.waited = {"data": 0.0, "communication": 0.0}
         self._wait_kind: str | None = None
         self._loads_since, self._has_reported_loading = math.inf, False
         self._phase_start = time.monotonic()
@@ -82,20 +79,19 @@ class Watchdog:
 
     def heartbeat(
         self, phase: str, *, update: int | None = None, collective: bool = False, waits_for_data: bool = False,
-        gathers: bool = False, writes: bool = False,
+        gathers: bool = False, is_uninterrupted: bool = False,
     ) -> None:  # fmt: skip
         """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase.
-        With ``gathers`` it may wait too, but rarely, so the time counts as computing. With ``writes`` it makes progress
-        while it uses the processor now and then, which it does not while a disk hangs."""
+        With ``gathers`` it may wait too, but rarely, so the time counts as computing. With ``is_uninterrupted`` it
+        makes progress while it uses the processor now and then, which it does not while a disk hangs."""
         now = time.monotonic()
         if self._wait_kind:
             self.waited[self._wait_kind] += now - self._phase_start
         self._wait_kind = "communication" if collective and self._world_size > 1 else "data" if waits_for_data else None
         self._phase_start = now
         previous = self._heartbeat
-        self._heartbeat = _Heartbeat(
-            previous.count + 1, phase, previous.update if update is None else update, collective or gathers, writes
-        )
+        update = previous.update if update is None else update
+        self._heartbeat = _Heartbeat(previous.count + 1, phase, update, collective or gathers, is_uninterrupted)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -172,6 +168,26 @@ class Watchdog:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=2 * TICK_SECONDS)
 
+    def wait_for_writes(self) -> None:
+        """Wait for what this process writes, such as a checkpoint, while that makes progress; at most the timeout."""
+        for thread in threading.enumerate():
+            if thread.name != WRITER:
+                continue
+            say(f"waiting until what is being written is on the disk: {thread.name}", unbuffered=True)
+            ticks = idle_ticks = 0
+            previous = processor_time(thread)
+            while thread.is_alive() and ticks < self._timeout_ticks and idle_ticks < _IDLE_TICKS:
+                thread.join(TICK_SECONDS)
+                current = processor_time(thread)
+                ticks, idle_ticks = ticks + 1, 0 if _has_worked(previous, current) else idle_ticks + 1
+                previous = current
+
+    def exit_process(self) -> NoReturn:
+        """End this process, which has printed why, after its own writes. The interpreter's exit would wait for other
+        processes too, through Horovod or NCCL."""
+        self.wait_for_writes()
+        exit_process(FAILED, at_once=True)
+
     def _connect(self, comm: Communicator, launch: Launch) -> socket.socket:
         own_host = socket.gethostname()
         machines = comm.gather_objects(_machine_id())
@@ -213,7 +229,7 @@ class Watchdog:
     def heartbeat_message(self) -> bytes:
         """The answer of this process to the root's request for a heartbeat."""
         heartbeat = asdict(self._heartbeat)
-        if heartbeat.pop("writes"):
+        if heartbeat.pop("is_uninterrupted"):
             previous, self._processor_time = self._processor_time, processor_time(threading.main_thread())
             self._work_count += _has_worked(previous, self._processor_time)
         heartbeat["count"] += self._work_count
@@ -265,26 +281,6 @@ class Watchdog:
             return
         say(f"stopped: rank {self._rank}: {verdict}", unbuffered=True)
         self.exit_process()
-
-    def wait_for_writes(self) -> None:
-        """Wait for what this process writes, such as a checkpoint, while that makes progress; at most the timeout."""
-        for thread in threading.enumerate():
-            if thread.name != WRITER:
-                continue
-            say(f"waiting until what is being written is on the disk: {thread.name}", unbuffered=True)
-            ticks = idle_ticks = 0
-            previous = processor_time(thread)
-            while thread.is_alive() and ticks < self._timeout_ticks and idle_ticks < _IDLE_TICKS:
-                thread.join(TICK_SECONDS)
-                current = processor_time(thread)
-                ticks, idle_ticks = ticks + 1, 0 if _has_worked(previous, current) else idle_ticks + 1
-                previous = current
-
-    def exit_process(self) -> NoReturn:
-        """End this process, which has printed why, after its own writes. The interpreter's exit would wait for other
-        processes too, through Horovod or NCCL."""
-        self.wait_for_writes()
-        exit_process(FAILED, at_once=True)
 
 
 def _machine_id() -> str:

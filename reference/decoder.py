@@ -61,7 +61,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.g.shape, self.g)
 
 
-class Attention(nn.Module):  # of the positions of a map to tokens; or to one another, with the same keys for all heads
+class Attention(nn.Module):  # with cond_dim cross-attention to tokens; else self-attention, multi-query (Shazeer 2019)
     def __init__(self, dim: int, heads: int, dim_head: int, cond_dim: int | None = None) -> None:
         super().__init__()
         self.dim_head, self.norm, self.null_kv = dim_head, LayerNorm(dim), nn.Parameter(torch.randn(2, dim_head))
@@ -74,7 +74,7 @@ class Attention(nn.Module):  # of the positions of a map to tokens; or to one an
         q = self.to_q(positions).unflatten(2, (-1, self.dim_head)).transpose(1, 2)  # (b, heads, positions, d)
         kv = self.to_kv(positions if tokens is None else tokens).unflatten(2, (2, -1, self.dim_head))  # keys and values
         kv = kv.permute(2, 0, 3, 1, 4)
-        null = self.null_kv[:, None, None, None].expand(-1, *kv.shape[1:3], -1, -1)  # to look at nothing
+        null = self.null_kv[:, None, None, None].expand(-1, *kv.shape[1:3], -1, -1)  # learned, to attend to nothing
         k, v = torch.cat([null, kv], dim=3).expand(-1, -1, q.shape[1], -1, -1)
         return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).mT.view_as(x)
 
@@ -117,13 +117,13 @@ class Unet(nn.Module):
         self.downs, self.ups = nn.ModuleList(), nn.ModuleList()
         for level, (narrow, wide) in enumerate(pairwise(widths)):
             blocks = [ResnetBlock(narrow, narrow, s, level > 0) for _ in range(s.num_resnet_blocks)]
-            halve: nn.Module = nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(4 * narrow, wide, 1))
-            halve = nn.Conv2d(narrow, wide, 1) if level == len(s.dim_mults) - 1 else halve
-            parts = {"first": ResnetBlock(narrow, narrow, s), "blocks": nn.ModuleList(blocks), "after": halve}
+            after: nn.Module = nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(4 * narrow, wide, 1))  # halves the side
+            after = nn.Conv2d(narrow, wide, 1) if level == len(s.dim_mults) - 1 else after
+            parts = {"first": ResnetBlock(narrow, narrow, s), "blocks": nn.ModuleList(blocks), "after": after}
             self.downs.append(nn.ModuleDict(parts))
             first, *blocks = (ResnetBlock(wide + narrow, wide, s, level > 0) for _ in range(s.num_resnet_blocks + 1))
-            double = [nn.Conv2d(wide, 4 * narrow, 1), nn.SiLU(), nn.PixelShuffle(2)] if level else []
-            after = nn.ModuleDict({"net": nn.Sequential(*double)})
+            upsample = [nn.Conv2d(wide, 4 * narrow, 1), nn.SiLU(), nn.PixelShuffle(2)] if level else []
+            after = nn.ModuleDict({"net": nn.Sequential(*upsample)})
             self.ups.insert(0, nn.ModuleDict({"first": first, "blocks": nn.ModuleList(blocks), "after": after}))
         self.mid_block1, self.mid_block2 = (ResnetBlock(widths[-1], widths[-1], s, attends=True) for _ in range(2))
         self.mid_attn = Attention(widths[-1], s.attn_heads, s.attn_dim_head)
@@ -158,7 +158,7 @@ class Unet(nn.Module):
             for block in level["blocks"]:
                 x = block(x, t, tokens)
                 skips.append(x)
-            skips.append(x)  # again, in the place of the map after an attention, which is left out here
+            skips.append(x)  # again: the model of train_decoder.py may put an attention before this skip
             x = level["after"](x)
         x = self.mid_block1(x, t, inner)
         x = self.mid_block2(x + self.mid_attn(x), t, inner)
@@ -170,18 +170,18 @@ class Unet(nn.Module):
         return self.to_out(torch.cat([x, *lowres], dim=1))
 
 
-def resized(images: Tensor, side: int) -> Tensor:
+def resize(images: Tensor, side: int) -> Tensor:
     return F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
 
 
 def schedule(name: str, timesteps: int, ends_in_noise: bool = False) -> Tensor:
-    """Alpha and sigma (2, T + 1, 1, 1, 1) of x = alpha x0 + sigma noise, from the least noise on; [:, -1] is none."""
+    """Alpha and sigma (2, T + 1, 1, 1, 1) of x = alpha x0 + sigma noise, for ever more noise; [:, -1] is no noise."""
     signal = torch.cos((torch.linspace(0, 1, timesteps + 1, dtype=torch.float64) + 0.008) / 1.008 * math.pi / 2) ** 2
     betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)  # cosine: Nichol and Dhariwal 2021, eq. 17
     if name == "linear":  # Ho et al. 2020, section 4
         betas = torch.linspace(1e-4, 0.02, timesteps, dtype=torch.float64) * 1000 / timesteps
     alpha = (1 - betas).cumprod(0).sqrt()
-    if ends_in_noise:  # as sampling begins with noise alone, training has to show it (Lin et al. 2023, Alg. 1)
+    if ends_in_noise:  # as sampling starts from pure noise, training must show that, too (Lin et al. 2023, Alg. 1)
         alpha = (alpha - alpha[-1]) * alpha[0] / (alpha[0] - alpha[-1])
     alpha = F.pad(alpha, (0, 1), value=1.0)
     return torch.stack([alpha, (1 - alpha**2).sqrt()]).float()[..., None, None, None]
@@ -198,15 +198,16 @@ class Decoder(nn.Module):
         self.register_buffer("lowres_levels", schedule("linear", LOWRES_TIMESTEPS), persistent=False)
 
     def lowres(self, small: Tensor, side: int, level: Tensor, noise: Tensor) -> Tensors:
-        """Condition of an upsampler. Noise makes photos as bad as the pictures of the Unet before (Ho et al. 2022)."""
+        """The condition of an upsampler: small pictures with noise. The noise hides how those of the previous Unet
+        differ from photos (conditioning augmentation, Ho et al. 2022)."""
         alpha, sigma = self.lowres_levels[:, level]
-        return {"lowres_image": alpha * resized(small, side) + sigma * noise, "lowres_time": level}
+        return {"lowres_image": alpha * resize(small, side) + sigma * noise, "lowres_time": level}
 
 
 def train(
     decoder: Decoder, batches: Iterable[Tensors], noise: Callable[[int, int], Iterable[Tensors]], s: Settings
 ) -> Iterator[dict[str, Tensor]]:
-    """An update of every Unet for each item. Batches: see `main`; noise: (step, b) -> as `noise_of` has them."""
+    """Update every Unet once for each batch (see `main`). noise: (step, b) -> what `draw_noise` returns."""
     optimizers = []
     for unet in decoder.unets:
         groups: dict[bool, Any] = {b: {"params": [], "weight_decay": b * s.weight_decay} for b in (True, False)}
@@ -215,16 +216,16 @@ def train(
         optimizers.append(torch.optim.AdamW([*groups.values()], s.learning_rate, (0.9, 0.99), fused=True))
     for step, batch in zip(range(s.max_steps), batches, strict=False):
         images, values = batch["images"].float() / 127.5 - 1, dict[str, Tensor]()
-        for index, draw in enumerate(noise(step, len(images))):
+        for index, draws in enumerate(noise(step, len(images))):
             side, unet, optimizer = s.image_sizes[index], decoder.unets[index], optimizers[index]
             if index == 0:
-                cond: Tensors = {"image_embed": batch["image_embed"], "keep_image": draw["keep_image"]}
+                cond: Tensors = {"image_embed": batch["image_embed"], "keep_image": draws["keep_image"]}
             else:
-                small = resized(images, s.image_sizes[index - 1])
-                cond = decoder.lowres(small, side, draw["lowres_time"], draw["lowres_noise"])
-            x0, (alpha, sigma) = resized(images, side), decoder.levels[:, draw["times"]]
-            prediction = unet(alpha * x0 + sigma * draw["noise"], draw["times"], cond)
-            loss = F.mse_loss(prediction, alpha * draw["noise"] - sigma * x0)  # v of Salimans and Ho 2022
+                small = resize(images, s.image_sizes[index - 1])
+                cond = decoder.lowres(small, side, draws["lowres_time"], draws["lowres_noise"])
+            x0, (alpha, sigma) = resize(images, side), decoder.levels[:, draws["times"]]
+            prediction = unet(alpha * x0 + sigma * draws["noise"], draws["times"], cond)
+            loss = F.mse_loss(prediction, alpha * draws["noise"] - sigma * x0)  # v of Salimans and Ho 2022
             optimizer.zero_grad()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(unet.parameters(), s.max_grad_norm)
@@ -247,7 +248,7 @@ def sample(decoder: Decoder, image_embed: Tensor, s: Settings) -> list[Tensor]:
         x, copies = torch.randn(b, 3, side, side, device=device), 1 if pictures else 2
         for level, next_level in pairwise(levels):
             prediction = unet(x.repeat(copies, 1, 1, 1), torch.full((copies * b,), level, device=device), cond)
-            if copies == 2:  # away from what is drawn without the condition (Ho and Salimans 2022)
+            if copies == 2:  # classifier-free guidance (Ho and Salimans 2022)
                 prediction = prediction[b:] + s.cond_scale * (prediction[:b] - prediction[b:])
             alpha, sigma = decoder.levels[:, level]
             x0 = (alpha * x - sigma * prediction).clamp(-1, 1)
@@ -256,12 +257,12 @@ def sample(decoder: Decoder, image_embed: Tensor, s: Settings) -> list[Tensor]:
     return pictures
 
 
-def noise_of(s: Settings, b: int, device: str) -> list[Tensors]:
-    """For `train`, on b pictures: the random numbers of each Unet. The levels are spread evenly."""
-    return [draws(s, side, b, device) for side in s.image_sizes]
+def draw_noise(s: Settings, b: int, device: str) -> list[Tensors]:
+    """For `train`, on b pictures: the random numbers of each Unet. The times of a batch are spread evenly."""
+    return [draw_unet_noise(s, side, b, device) for side in s.image_sizes]
 
 
-def draws(s: Settings, side: int, b: int, device: str) -> Tensors:
+def draw_unet_noise(s: Settings, side: int, b: int, device: str) -> Tensors:
     times = ((torch.randperm(b) + torch.rand(b)) / b * s.timesteps).long()
     tensors = {"times": times, "keep_image": torch.rand(b) >= s.image_cond_drop_prob}
     tensors |= {"lowres_time": torch.randint(LOWRES_TIMESTEPS, (b,)), "lowres_noise": torch.randn(b, 3, side, side)}
@@ -290,12 +291,12 @@ def main() -> None:
     decoder = Decoder(s, embeddings.shape[1]).to(device)
     row_batches = (torch.randint(len(images), (s.batch_size,), device=device) for _ in range(s.max_steps))
     batches = ({"images": images[rows], "image_embed": embeddings[rows]} for rows in row_batches)
-    for step, values in enumerate(train(decoder, batches, lambda _, b: noise_of(s, b, device), s)):
+    for step, values in enumerate(train(decoder, batches, lambda _, b: draw_noise(s, b, device), s)):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(decoder.state_dict(), "decoder.safetensors")
     rows = [images[:8].float() / 127.5 - 1, *sample(decoder, embeddings[:8], s)]  # a row of photos, and of each Unet
-    grid = torch.cat([torch.cat([*resized(row, side)], dim=2) for row in rows], dim=1)
+    grid = torch.cat([torch.cat([*resize(row, side)], dim=2) for row in rows], dim=1)
     Image.fromarray(((grid + 1) * 127.5).round().byte().movedim(0, -1).cpu().numpy()).save("decoder.png")
 
 

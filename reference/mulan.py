@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Settings:  # flags of train_mulan.py with its defaults; but for max_steps, which it finds in the size of the data
+class Settings:  # flags of train_mulan.py, with its defaults but for max_steps, which it derives from the data
     sample_rate: int = 16000
     clip_seconds: float = 10.0
     n_fft: int = 1024
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        inner, self.norm = 4 * dim * 2 // 3, nn.LayerNorm(dim, bias=False)  # 2/3: there are three matrices, not two
+        inner, self.norm = 4 * dim * 2 // 3, nn.LayerNorm(dim, bias=False)  # 2/3: a gated unit has a third matrix
         self.expand, self.contract = nn.Linear(dim, 2 * inner, bias=False), nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         self.attention = nn.ModuleList(Attention(dim, s.heads, s.dim_head) for _ in range(depth))
         self.feed_forward = nn.ModuleList(FeedForward(dim) for _ in range(depth))
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # tokens (b, n, dim); added to the logits (b, heads, n, n)
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # tokens (b, n, dim), bias of the logits (b, heads, n, n)
         for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
             x = x + attention(x, bias)
             x = x + feed_forward(x)
@@ -107,7 +107,7 @@ def log_mel(waveforms: Tensor, s: Settings) -> Tensor:
     return (decibels.maximum(decibels.amax((1, 2), keepdim=True) - 80) + 20) / 40  # loud music: about [-1, 1]
 
 
-def masked(noise: Tensor, size: int, fraction: float) -> Tensor:
+def random_mask(noise: Tensor, size: int, fraction: float) -> Tensor:
     """SpecAugment (Park et al. 2019): a range of up to fraction x size places in each row; (b, 2) -> bool (b, size)."""
     length = (noise[:, :1] * (int(fraction * size) + 1)).floor()
     start = (noise[:, 1:] * (size - length + 1)).floor()
@@ -132,25 +132,25 @@ class AudioTransformer(nn.Module):  # Gong et al. 2021, AST
         rows, columns = x.shape[1] // p, x.shape[2] // p
         x, indices = x[:, : rows * p, : columns * p], torch.arange(rows * columns, device=x.device)[None]
         if noise is not None:
-            frames = masked(noise[:, :2], columns * p, s.time_mask_fraction)
-            bands = masked(noise[:, 2:4], rows * p, s.frequency_mask_fraction)
+            frames = random_mask(noise[:, :2], columns * p, s.time_mask_fraction)
+            bands = random_mask(noise[:, 2:4], rows * p, s.frequency_mask_fraction)
             x = x.masked_fill(frames[:, None, :] | bands[:, :, None], 0.0)
             count = rows * columns - int(rows * columns * s.patch_dropout)
             indices = noise[:, 4:].argsort(dim=1, stable=True)[:, :count]
         patches = F.unfold(x[:, None], p, stride=p).mT.take_along_dim(indices[..., None], dim=1)
-        # A norm on either side (Kumar et al. 2023). The first one removes how loud a patch is: that is added again.
+        # A norm before and after the projection (Kumar et al. 2023). The first removes the level, which is added back.
         levels = torch.stack([patches.mean(-1), patches.std(-1, correction=0)], dim=-1).asinh()
         projected = self.embed["project"](self.embed["norm_before"](patches)) + self.embed["levels"](levels)
         # Fixed positions: half of the width encodes the row, half the column (Vaswani et al. 2017, section 3.5).
         row, column, quarter = indices // columns, indices % columns, s.audio_dim // 4
         frequencies = torch.exp(torch.arange(quarter, device=x.device) * (-math.log(1e4) / quarter))
-        waves = [wave(axis[..., None] * frequencies) for axis in (row, column) for wave in (torch.sin, torch.cos)]
+        sinusoids = [wave(axis[..., None] * frequencies) for axis in (row, column) for wave in (torch.sin, torch.cos)]
         # Relative ones: a small network makes a bias for each head of a displacement d, given as sign(d) ln(1 + |d|).
         all_d = torch.cartesian_prod(torch.arange(1 - rows, rows), torch.arange(1 - columns, columns)).to(x.device)
         table = self.relative_bias["mlp"](all_d.sign() * all_d.abs().log1p())
         dy, dx = (axis[:, :, None] - axis[:, None, :] for axis in (row, column))
         bias = table[(dy + rows - 1) * (2 * columns - 1) + dx + columns - 1].permute(0, 3, 1, 2)
-        tokens = self.embed["norm_after"](projected) + torch.cat(waves, dim=-1)
+        tokens = self.embed["norm_after"](projected) + torch.cat(sinusoids, dim=-1)
         return self.norms(self.transformer(tokens, bias).mean(dim=1))
 
 
@@ -164,10 +164,10 @@ class TextTransformer(nn.Module):  # bidirectional, read out at a class token (D
         self.transformer = Transformer(s.text_dim, s.text_depth, s)
         self.norms = nn.Sequential(nn.LayerNorm(s.text_dim, bias=False))
 
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (b, t), of which the first so many (b,) count
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (b, t), padded, and the true lengths (b,)
         position = torch.arange(tokens.shape[1], device=tokens.device)
         x = torch.cat([self.cls.expand(len(tokens), 1, -1), self.tokens(tokens) + self.positions(position)], dim=1)
-        is_padding = F.pad(position >= lengths[:, None], (1, 0))[:, None, None]  # the class token is none
+        is_padding = F.pad(position >= lengths[:, None], (1, 0))[:, None, None]  # the class token is no padding
         return self.norms(self.transformer(x, torch.where(is_padding, -torch.inf, 0.0))[:, 0])
 
 
@@ -188,7 +188,7 @@ class MuLaN(nn.Module):
 def train(
     model: MuLaN, batches: Iterable[Mapping[str, Tensor]], noise: Callable[[int, int], Tensor], s: Settings
 ) -> Iterator[dict[str, Tensor]]:
-    """An update for each item. Batches: see `main`; noise: (step, b) -> (b, 4 + patches), uniform in [0, 1)."""
+    """Update once for each batch (see `main`). noise: (step, b) -> (b, 4 + patches), uniform in [0, 1)."""
     matrices, vectors = ([w for w in model.parameters() if (w.ndim > 1) == is_matrix] for is_matrix in (True, False))
     optimizer = torch.optim.AdamW(matrices, betas=(0.9, 0.99), weight_decay=s.weight_decay, fused=True)
     optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
@@ -200,21 +200,21 @@ def train(
         audio, text = model(batch, noise(step, len(batch["waveforms"])))
         scale, excluded = model.logit_scale.exp(), batch["caption_ids"][:, None] == batch["caption_ids"]
         logits = scale * audio @ text.T
-        # Cross-entropy of each sound among all texts and of each text among all sounds. The denominators lack the pair
-        # itself, whose pull would fade as it is found (Yeh et al. 2022), and other pairs of the same caption.
+        # Cross-entropy of each sound among all texts and of each text among all sounds. The denominators leave out the
+        # pair itself (decoupled contrastive learning, Yeh et al. 2022), and other pairs of the same caption.
         negatives = logits.masked_fill(excluded, -torch.inf)
         losses = (negatives.logsumexp(dim=1) + negatives.logsumexp(dim=0)) / 2 - logits.diagonal()
-        loss = torch.where(excluded.all(dim=1), 0.0, losses).mean()  # without any other, a pair learns nothing
+        loss = torch.where(excluded.all(dim=1), 0.0, losses).mean()  # a pair without negatives has no loss
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm)
         optimizer.step()
-        model.logit_scale.data.clamp_(max=math.log(100))  # as CLIP: a larger factor is unstable
+        model.logit_scale.data.clamp_(max=math.log(100))  # as in CLIP: a larger factor is unstable
         yield {"loss": loss.detach(), "grad_norm": norm, "temperature": scale.detach()}
 
 
-def noise_of(s: Settings, b: int, device: str) -> Tensor:
-    """For `train`, on b pairs."""
+def draw_noise(s: Settings, b: int, device: str) -> Tensor:
+    """For `train`: uniform noise (b, 4 + patches) in [0, 1) for b pairs."""
     columns = (round(s.clip_seconds * s.sample_rate) // s.hop_length + 1) // s.patch_size
     return torch.rand(b, 4 + s.n_mels // s.patch_size * columns, device=device)
 
@@ -237,20 +237,21 @@ def main() -> None:
     lengths, ids = torch.tensor([*map(len, texts)]), torch.tensor([*map(texts.index, texts)])  # equal texts, equal ids
     pairs = {"waveforms": torch.stack(waves), "tokens": tokens, "lengths": lengths, "caption_ids": ids}
 
-    def batch_of(rows: Tensor) -> dict[str, Tensor]:
+    def take_batch(rows: Tensor) -> dict[str, Tensor]:
         return {name: entries[rows].to(device) for name, entries in pairs.items()}
 
-    test, rest = torch.randperm(len(texts)).tensor_split([max(1, len(texts) // 10)])
-    batches = (batch_of(rest[torch.randperm(len(rest))[: s.batch_size]]) for _ in range(s.max_steps))
+    test_rows, train_rows = torch.randperm(len(texts)).tensor_split([max(1, len(texts) // 10)])
+    batches = (take_batch(train_rows[torch.randperm(len(train_rows))[: s.batch_size]]) for _ in range(s.max_steps))
     model = MuLaN(256, s).to(device)
-    for step, values in enumerate(train(model, batches, lambda _, b: noise_of(s, b, device), s)):
+    for step, values in enumerate(train(model, batches, lambda _, b: draw_noise(s, b, device), s)):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(model.state_dict(), "mulan.safetensors")
     with torch.no_grad():
-        audio, text = model(batch_of(test))
-    is_right = ids[test][(audio @ text.T).argmax(dim=1).cpu()] == ids[test]
-    print(f"R@1 of {len(is_right)} unheard sounds, {len(ids[test].unique())} texts: {is_right.double().mean():.2f}")
+        audio, text = model(take_batch(test_rows))
+    test_ids = ids[test_rows]
+    is_right = test_ids[(audio @ text.T).argmax(dim=1).cpu()] == test_ids
+    print(f"R@1 of {len(is_right)} unheard sounds, {len(test_ids.unique())} texts: {is_right.double().mean():.2f}")
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ class Settings:
 
 
 class CausalConv3d(nn.Conv3d):
-    """Zeros before the clip, as many as the kernel has frames beyond one: output j sees frames up to stride x j."""
+    """Pads a clip in front with zeros, one frame fewer than the kernel has: output j sees frames up to stride x j."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.pad(x, (0, 0, 0, 0, self.kernel_size[0] - 1, 0)))
 
 
 class Up(nn.Module):
-    """Twice the height and width; or 1 + 2n frames of 1 + n, of which frame f is made from ceil(f / 2)."""
+    """Doubles height and width; or in time makes 1 + 2n frames from 1 + n, frame f from frame ceil(f / 2)."""
 
     def __init__(self, fan_in: int, fan_out: int, in_time: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class RMSNorm(nn.Module):
         return x * (x.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt() * self.gain[:, None, None, None]
 
 
-def named(**layers: nn.Module) -> nn.Sequential:
+def sequential(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -119,10 +119,10 @@ class VideoTokenizer(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        dim, bits, side = settings.init_dim, settings.codebook_size.bit_length() - 1, settings.input_kernel
+        dim, bits, size = settings.init_dim, settings.codebook_size.bit_length() - 1, settings.input_kernel
         encoder: list[nn.Module] = []
         decoder: list[nn.Module] = []
-        conv_in = CausalConv3d(3, dim, side, padding=(0, side // 2, side // 2))
+        conv_in = CausalConv3d(3, dim, size, padding=(0, size // 2, size // 2))
         conv_out = CausalConv3d(dim, 3, 3, padding=(0, 1, 1))
         for name in settings.layers.split(","):  # the decoder mirrors them
             if name == "residual":
@@ -134,13 +134,14 @@ class VideoTokenizer(nn.Module):
             encoder.append(CausalConv3d(dim, 2 * dim, kernel, stride, padding))
             decoder.append(Up(2 * dim, dim, in_time))
             dim *= 2
-        self.encoder = named(
-            conv_in=named(conv=conv_in), layers=nn.Sequential(*encoder), norm=RMSNorm(dim),
+        self.encoder = sequential(
+            conv_in=sequential(conv=conv_in), layers=nn.Sequential(*encoder), norm=RMSNorm(dim),
             to_latents=nn.Conv3d(dim, bits, 1),
         )  # fmt: skip
-        self.decoder = named(
-            from_latents=nn.Conv3d(bits, dim, 1), layers=nn.Sequential(*decoder[::-1]), conv_out=named(conv=conv_out)
-        )
+        self.decoder = sequential(
+            from_latents=nn.Conv3d(bits, dim, 1), layers=nn.Sequential(*decoder[::-1]),
+            conv_out=sequential(conv=conv_out),
+        )  # fmt: skip
 
     def encode(self, clips: Tensor) -> Tensor:
         """The layers work on frames in [-1, 1]. The soft clamp keeps entropies from vanishing."""
@@ -176,7 +177,7 @@ class VideoDiscriminator(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.frame_head = Head(settings.init_dim, settings.discr_layers, is_3d=False)
-        self.clip_heads = nn.ModuleList(Head(settings.init_dim, settings.discr_layers, is_3d=True) for _ in "12")
+        self.clip_heads = nn.ModuleList(Head(settings.init_dim, settings.discr_layers, is_3d=True) for _ in range(2))
 
     def forward(self, clips: Tensor, frames: Tensor) -> list[Tensor]:
         """frames: int64 (b,), the one of each clip that the first head sees."""
@@ -200,9 +201,9 @@ def entropy_loss(z: Tensor, settings: Settings) -> Tensor:
     return sample_entropy + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
 
 
-def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, last: Tensor) -> Tensor:
+def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, layer: Tensor) -> Tensor:
     """The weight that gives both losses gradients of one norm at the last layer (Esser et al. 2021, equation 7)."""
-    norms = [torch.autograd.grad(loss, last, retain_graph=True)[0].norm() for loss in (reconstruction, adversarial)]
+    norms = [torch.autograd.grad(loss, layer, retain_graph=True)[0].norm() for loss in (reconstruction, adversarial)]
     return (norms[0] / norms[1].clamp_min(1e-4)).clamp_max(1e4)
 
 
@@ -214,7 +215,7 @@ def gradient_penalty(discriminator: VideoDiscriminator, clips: Tensor, frames: T
     return torch.stack([gradient.flatten(1).square().sum(dim=1).mean() for gradient in gradients]).sum()
 
 
-def adam_of(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+def make_adam(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Matrices and kernels decay; gains, biases and other tensors with one dimension above 1 do not."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
@@ -231,11 +232,11 @@ def train(
     """Train on uint8 clips (b, 3, f, h, w); yields the metrics of each update.
 
     noise: (number of the update, b) -> uniform in [0, 1), (b,), which chooses the frame for the frame head."""
-    last, models = generator.get_parameter("decoder.conv_out.conv.weight"), (generator, discriminator)
-    adams, warmup = [adam_of(m, settings) for m in models], min(settings.lr_warmup_steps, settings.max_steps // 2)
+    last_layer, models = generator.get_parameter("decoder.conv_out.conv.weight"), (generator, discriminator)
+    adams, warmup = [make_adam(m, settings) for m in models], min(settings.lr_warmup_steps, settings.max_steps // 2)
     for step, batch in enumerate(batches):
-        clips = batch.to(last.device).float() / 255
-        frames = (noise(step, len(clips)) * clips.shape[2]).long().to(last.device)
+        clips = batch.to(last_layer.device).float() / 255
+        frames = (noise(step, len(clips)) * clips.shape[2]).long().to(last_layer.device)
         for group in (*adams[0].param_groups, *adams[1].param_groups):
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(warmup, 1))
 
@@ -245,7 +246,7 @@ def train(
         fake = generator.decode(quantize(z))
         error = F.mse_loss(fake, clips)
         adversarial = -torch.stack([logits.mean() for logits in discriminator(fake, frames)]).sum()
-        loss = error + settings.gan_weight_scale * adaptive_weight(error, adversarial, last) * adversarial
+        loss = error + settings.gan_weight_scale * adaptive_weight(error, adversarial, last_layer) * adversarial
         loss = loss + settings.commitment_loss_weight * F.mse_loss(z, quantize(z).detach())
         loss = loss + settings.entropy_loss_weight * entropy_loss(z, settings)
         adams[0].zero_grad()
@@ -270,12 +271,12 @@ def train(
         yield {name: value.detach() for name, value in values.items()}
 
 
-def noise_of(settings: Settings, n: int, device: str) -> Tensor:
-    """For `train`, on n clips."""
+def draw_noise(settings: Settings, n: int, device: str) -> Tensor:
+    """For `train`: uniform noise (n,) in [0, 1) for n clips."""
     return torch.rand(n)
 
 
-def clips_of(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:
+def load_clips(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:
     """Clips from random places of the videos below a folder, uint8 (3, num_frames, side, side), without end."""
     endings = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
     paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in endings)
@@ -286,10 +287,10 @@ def clips_of(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:
             with av.open(str(paths[index])) as file:
                 file.seek(int(float(torch.rand(())) * (file.duration or 0)))  # to the key frame before
                 frames = [frame.to_image() for frame in itertools.islice(file.decode(video=0), num_frames)]
-            if not frames:  # behind the last frame, where only sound is left
+            if not frames:  # the place is after the last frame, where only sound is left
                 continue
             squares = [np.array(ImageOps.fit(frame, (side, side))) for frame in frames]
-            clip = [squares[min(i, len(squares) - 1)] for i in range(num_frames)]  # near the end the last frame stays
+            clip = [squares[min(i, len(squares) - 1)] for i in range(num_frames)]  # the last frame is repeated
             yield torch.from_numpy(np.stack(clip)).permute(3, 0, 1, 2)
 
 
@@ -305,9 +306,9 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator, discriminator = VideoTokenizer(settings).to(device), VideoDiscriminator(settings).to(device)
-    clips = clips_of(folder, settings.image_size, settings.num_frames)
+    clips = load_clips(folder, settings.image_size, settings.num_frames)
     batches = (torch.stack([*itertools.islice(clips, settings.batch_size)]) for _ in range(settings.max_steps))
-    updates = train(generator, discriminator, batches, lambda step, n: noise_of(settings, n, device), settings)
+    updates = train(generator, discriminator, batches, lambda step, n: draw_noise(settings, n, device), settings)
     for step, update in enumerate(updates):
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)

@@ -110,7 +110,7 @@ class DiscreteVAE(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
-        """Images -> images, through the likeliest code at every position, as the trained model is used."""
+        """Images in [-1, 1] -> images, through the likeliest code at every position, as the trained model is used."""
         return self.decode(one_hot(self.encoder(x)))
 
 
@@ -160,13 +160,13 @@ def train(
         yield {"loss": loss.detach(), "grad_norm": grad_norm, "lr": rate, "temperature": temperature}
 
 
-def noise_of(settings: Settings, n: int, device: str) -> Tensor:
-    """For `train`, on n images."""
+def draw_noise(settings: Settings, n: int, device: str) -> Tensor:
+    """For `train`: standard Gumbel noise (n, K, h, w) for n images."""
     side = settings.image_size // 2**settings.num_layers
     return -torch.empty(n, settings.num_tokens, side, side, device=device).exponential_().log()
 
 
-def images_of(folder: str, side: int) -> Iterator[Tensor]:
+def load_images(folder: str, side: int) -> Iterator[Tensor]:
     """Images of a folder and its subfolders, uint8 (3, side, side), in a new order in every pass, without end."""
     endings = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
     paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in endings)
@@ -193,9 +193,9 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = DiscreteVAE(settings).to(device)
-    images = images_of(folder, settings.image_size)
+    images = load_images(folder, settings.image_size)
     batches = (torch.stack([*itertools.islice(images, settings.batch_size)]) for _ in range(settings.max_steps))
-    for step, update in enumerate(train(model, batches, lambda step, n: noise_of(settings, n, device), settings)):
+    for step, update in enumerate(train(model, batches, lambda step, n: draw_noise(settings, n, device), settings)):
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
 

@@ -139,9 +139,9 @@ def entropy_loss(z: Tensor, settings: Settings) -> Tensor:
     return sample_entropy + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
 
 
-def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, last: Tensor) -> Tensor:
+def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, layer: Tensor) -> Tensor:
     """The weight that gives both losses gradients of one norm at the last layer (Esser et al. 2021, equation 7)."""
-    norms = [torch.autograd.grad(loss, last, retain_graph=True)[0].norm() for loss in (reconstruction, adversarial)]
+    norms = [torch.autograd.grad(loss, layer, retain_graph=True)[0].norm() for loss in (reconstruction, adversarial)]
     return (norms[0] / norms[1].clamp_min(1e-4)).clamp_max(1e4)
 
 
@@ -161,15 +161,16 @@ def lecam(real: Tensor, fake: Tensor, averages: Tensor) -> Tensor:
 
 
 def train(
-    generator: VQGAN, discriminator: Discriminator, average: VQGAN, batches: Iterable[Tensor], settings: Settings
+    generator: VQGAN, discriminator: Discriminator, ema: VQGAN, batches: Iterable[Tensor], settings: Settings
 ) -> Iterator[dict[str, Tensor]]:
-    """Train on uint8 images (b, 3, H, W); yields the metrics of each update. `average`, a copy of the generator at
+    """Train on uint8 images (b, 3, H, W); yields the metrics of each update. `ema`, a copy of the generator at
     first, becomes the exponential moving average of its weights."""
-    last, clip = generator.decoder[-1].get_parameter("weight"), settings.max_grad_norm or math.inf
+    last_layer, clip = generator.decoder[-1].get_parameter("weight"), settings.max_grad_norm or math.inf
     adams = [torch.optim.Adam(model.parameters(), fused=True) for model in (generator, discriminator)]
-    averages, warmup = torch.zeros(3, device=last.device), min(settings.lr_warmup_steps, settings.max_steps // 2)
+    warmup = min(settings.lr_warmup_steps, settings.max_steps // 2)
+    lecam_averages = torch.zeros(3, device=last_layer.device)
     for step, batch in enumerate(batches):
-        images, is_adversarial = batch.to(last.device).float() / 255, step >= settings.discr_start_step
+        images, is_adversarial = batch.to(last_layer.device).float() / 255, step >= settings.discr_start_step
         for adam in adams:
             adam.param_groups[0]["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(warmup, 1))
             adam.zero_grad()
@@ -181,7 +182,7 @@ def train(
         loss = F.l1_loss(fake, images)
         if is_adversarial:
             adversarial = -discriminator(fake).mean()
-            loss = loss + settings.gan_weight_scale * adaptive_weight(loss, adversarial, last) * adversarial
+            loss = loss + settings.gan_weight_scale * adaptive_weight(loss, adversarial, last_layer) * adversarial
         loss = loss + settings.commitment_loss_weight * F.mse_loss(z, quantize(z).detach())
         loss = loss + settings.entropy_loss_weight * entropy_loss(z, settings)
         loss.backward()
@@ -189,7 +190,7 @@ def train(
         adams[0].step()
         update = {"loss": loss.detach(), "grad_norm": grad_norm}
         share = max(1 - settings.ema_decay, 9 / (step + 11))  # larger at first, to forget the initial weights
-        for old, new in zip(average.parameters(), generator.parameters(), strict=True):
+        for old, new in zip(ema.parameters(), generator.parameters(), strict=True):
             old.data.lerp_(new.data, share)
 
         # The discriminator: tell the same images from their reconstructions.
@@ -197,20 +198,20 @@ def train(
             discriminator.requires_grad_(True)
             real_logits, fake_logits = discriminator(images), discriminator(fake.detach())
             hinge = loss = F.relu(1 - real_logits).mean() + F.relu(1 + fake_logits).mean()
-            if settings.lecam_weight and averages[2] > 0:
-                loss = loss + settings.lecam_weight * lecam(real_logits, fake_logits, averages)
+            if settings.lecam_weight and lecam_averages[2] > 0:
+                loss = loss + settings.lecam_weight * lecam(real_logits, fake_logits, lecam_averages)
             if step % settings.apply_grad_penalty_every == 0:
                 loss = loss + settings.penalty_weight * gradient_penalty(discriminator, images)
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(discriminator.parameters(), clip)
             adams[1].step()
-            means = torch.stack([real_logits.detach().mean(), fake_logits.detach().mean(), averages.new_ones(())])
-            averages = averages.lerp(means, 1 - settings.lecam_decay)
+            means = torch.stack([real_logits.detach().mean(), fake_logits.detach().mean(), lecam_averages.new_ones(())])
+            lecam_averages = lecam_averages.lerp(means, 1 - settings.lecam_decay)
             update |= {"discr_loss": hinge.detach(), "discr_grad_norm": grad_norm}
         yield update
 
 
-def images_of(folder: str, side: int) -> Iterator[Tensor]:
+def load_images(folder: str, side: int) -> Iterator[Tensor]:
     """The images below a folder, uint8 (3, side, side), in a new order in every pass, without end."""
     endings = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
     paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in endings)
@@ -234,16 +235,16 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator, discriminator = VQGAN(settings).to(device), Discriminator(settings).to(device)
-    average = copy.deepcopy(generator)
-    images = images_of(folder, settings.image_size)
+    ema = copy.deepcopy(generator)
+    images = load_images(folder, settings.image_size)
     batches = (torch.stack([*itertools.islice(images, settings.batch_size)]) for _ in range(settings.max_steps))
-    for step, update in enumerate(train(generator, discriminator, average, batches, settings)):
+    for step, update in enumerate(train(generator, discriminator, ema, batches, settings)):
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
-    save_file(average.state_dict(), "vqgan.safetensors")
+    save_file(ema.state_dict(), "vqgan.safetensors")
     originals = torch.stack([*itertools.islice(images, 4)]).to(device).float() / 255
     with torch.no_grad():
-        rows = [originals, average.decode(quantize(average.encode(originals)))]  # originals above reconstructions
+        rows = [originals, ema.decode(quantize(ema.encode(originals)))]  # originals above reconstructions
     pixels = torch.cat([torch.cat([*row], dim=2) for row in rows], dim=1).clamp(0, 1)
     Image.fromarray((255 * pixels).byte().permute(1, 2, 0).cpu().numpy()).save("vqgan.png")
 

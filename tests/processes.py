@@ -63,7 +63,7 @@ class ThreadBackend(Backend):
         values: Of the flags of ``Options`` and of the batch.
     """
 
-    name, launch_order = "threads", 0
+    name, auto_order = "threads", 0
 
     def __init__(self, comm: Communicator | None = None, **values: Any) -> None:
         comm = comm or Communicator()
@@ -77,7 +77,7 @@ class ThreadBackend(Backend):
         self.processes = Process(comm)
 
     @classmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return False
 
     def connect(self) -> Connection:

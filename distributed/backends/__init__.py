@@ -20,4 +20,4 @@ def all_backends() -> dict[str, type[Backend]]:
             for cls in vars(module).values()
             if isinstance(cls, type) and issubclass(cls, Backend) and cls.__module__.startswith(module.__name__)
         ]
-    return {backend.name: backend for backend in sorted(backends, key=lambda backend: backend.launch_order)}
+    return {backend.name: backend for backend in sorted(backends, key=lambda backend: backend.auto_order)}

@@ -1,4 +1,4 @@
-"""The backend for PyTorch over NCCL or Gloo, under torchrun, srun, mpirun, or what else sets RANK and WORLD_SIZE."""
+"""The backend for PyTorch over NCCL or Gloo, under torchrun, srun, mpirun, or whatever sets RANK and WORLD_SIZE."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tandem.distributed.launchers import Launch
 
 class DDPBackend(Backend):
     name = "ddp"
-    launch_order = 30
+    auto_order = 30
     sockets_per_process = 3  # Gloo, the rendezvous and the watchdog
 
     @classmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher in ("torchrun", "srun", "mpirun")
 
     def connect(self) -> Connection:

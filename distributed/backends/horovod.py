@@ -21,13 +21,13 @@ _INSTALLER = "scripts/install_horovod.sh"
 
 class HorovodBackend(Backend):
     name = "horovod"
-    launch_order = 10
+    auto_order = 10
     sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
     package = "horovod"
     install_hint = f"bash {short_path(HOME / _INSTALLER)}"
 
     @classmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher == "horovodrun"
 
     @classmethod
@@ -46,8 +46,8 @@ class HorovodBackend(Backend):
         # horovodrun finds the right network interface, but Horovod 0.28.1 forgets it for the second of its two meshes.
         if int(os.environ.get("HOROVOD_CROSS_SIZE", "1")) > 1 and (address := unreachable_own_address()):
             raise ValueError(
-                f"the name of this machine, {socket.gethostname()}, leads to {address} on it, where the other machines "
-                "do not reach it; give the name the machine's address in /etc/hosts"
+                f"the name of this machine, {socket.gethostname()}, resolves to {address} on it, where the other "
+                "machines do not reach it; write the machine's real address into /etc/hosts"
             )
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse

@@ -11,13 +11,13 @@ from tandem.distributed.launchers import Launch
 
 class SingleBackend(Backend):
     name = "single"
-    launch_order = 90
+    auto_order = 90
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(Launch("python", is_restart=launch.is_restart), options, args)
 
     @classmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher == "python"
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tandem.distributed.errors import TrainingStopped, first_line, lacks_memory
+from tandem.distributed.errors import TrainingStopped, first_line, is_out_of_memory
 
 from .arithmetic import SkipGuard, autocast, backward_weight, split_batch
 from .optimizer_state import copy_to_cpu
@@ -287,7 +287,7 @@ class Engine(ABC):
         try:
             self._share_weights()
         except (MemoryError, RuntimeError) as error:
-            if not lacks_memory(error):
+            if not is_out_of_memory(error):
                 raise
             # The others wait in a collective, so this process cannot agree with them on the error.
             text = f"rank {self._processes.rank}: not enough memory to exchange the weights: {first_line(error)}"

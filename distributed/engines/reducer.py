@@ -162,7 +162,7 @@ class GradientReducer:
                 return
             bucket.fill()
             if self.stop_flag is not None and bucket is self.buckets[-1]:
-                bucket.buffer[-1].fill_(float(self.stop_flag.contribute()))
+                bucket.buffer[-1].fill_(float(self.stop_flag.contribute_flag()))
             if self.reduce_dtype is not None and self.comm.world_size > 1:
                 bucket.rounded_buffer = bucket.buffer.to(self.reduce_dtype)
             tensor = bucket.buffer if bucket.rounded_buffer is None else bucket.rounded_buffer

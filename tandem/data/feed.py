@@ -168,7 +168,7 @@ class TrainingData:
     def validation(self) -> Iterator[Batch]:
         """This process's part of one pass over the `validated` part of the validation split."""
         stream = self._whole_validation if self.sees_whole_split else self._validation
-        for batch in self._processes.each("validation data", stream):
+        for batch in self._processes.iterate("validation data", stream):
             self.check_stop_request()
             yield self._receive_batch(batch)
 

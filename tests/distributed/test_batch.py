@@ -109,7 +109,7 @@ def agreed(backend: Backend, *, of_the_last: dict[str, Any], of_the_backend: tup
     if processes.rank == 2:
         backend.options = replace(backend.options, **of_the_last)
     # What a backend does while it is entered, and its own flags, of which these processes have none.
-    backend.training_flags, backend._own_flag_values = ("offload",), [of_the_backend[processes.rank]]  # type: ignore[misc]
+    backend.training_flags, backend._training_flag_values = ("offload",), [of_the_backend[processes.rank]]  # type: ignore[misc]
     backend._agree_on_plan(processes.comm)
     return backend.options.plan
 

@@ -164,11 +164,11 @@ from .single import SingleBackend
 
 class PigeonBackend(Backend):
     name = "pigeon"
-    launch_order = 5
+    auto_order = 5
     connect, disconnect = SingleBackend.connect, SingleBackend.disconnect
 
     @classmethod
-    def was_launched(cls, launch, args):
+    def is_requested(cls, launch, args):
         return bool(args.pigeons)
 
     @classmethod

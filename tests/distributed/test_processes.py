@@ -50,9 +50,9 @@ def test_another_error_is_not_agreed_on(error: Exception) -> None:
 @pytest.mark.parametrize("error", [ValueError("broken"), CannotGoOn("broken")], ids=repr)
 def test_data_that_one_process_cannot_get_ends_that_process_alone(error: Exception) -> None:
     with pytest.raises(TrainingStopped, match=r"^rank 0: broken$") as stopped:
-        list(Process().each("data", map(failing, [error])))
+        list(Process().iterate("data", map(failing, [error])))
     assert stopped.value.on_one_rank
-    assert list(Process().each("data", "ab")) == ["a", "b"]
+    assert list(Process().iterate("data", "ab")) == ["a", "b"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -200,7 +200,7 @@ def test_gloo_gets_the_interface_towards_the_other_machines_unless_the_user_name
 def test_horovod_says_in_one_line_that_other_machines_do_not_reach_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_comm.socket, "gethostname", lambda: "localhost")
     monkeypatch.setenv("HOROVOD_CROSS_SIZE", "2")
-    with pytest.raises(ValueError, match=r"of this machine, localhost, leads to (127\.0\.0\.1|::1) on it"):
+    with pytest.raises(ValueError, match=r"of this machine, localhost, resolves to (127\.0\.0\.1|::1) on it"):
         HorovodBackend.connect(Mock())
 
 

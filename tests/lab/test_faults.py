@@ -117,7 +117,7 @@ def test_so_they_do_under_other_launchers_and_horovod_says_that_it_cannot(
     slurm = Slurm(lab) if launcher.name == "srun" else lab.start_sshd()
     jobs = start_on_all(lab, launcher, SCRIPT, flags(lab, "--max_steps", "3"), slurm)
     if launcher.name == "horovodrun":
-        assert "the name of this machine, node1, leads to 127.0.1.1 on it" in finish(jobs[0]).output
+        assert "the name of this machine, node1, resolves to 127.0.1.1 on it" in finish(jobs[0]).output
     else:
         assert_found(lab, jobs)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class DeepSpeedBackend(DDPBackend):
     name = "deepspeed"
-    launch_order = 20
+    auto_order = 20
     sockets_per_process = 4  # Gloo, once more for a group of DeepSpeed, the rendezvous and the watchdog
     package = "deepspeed"
     install_hint = how_to_install("deepspeed")
@@ -47,7 +47,7 @@ class DeepSpeedBackend(DDPBackend):
         self.engine_configs: dict[str, dict[str, Any]] = {}  # by engine name, with DeepSpeed's defaults
 
     @classmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher == "deepspeed" or cls.flag_in_use(args) is not None
 
     @classmethod

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -107,32 +107,16 @@ def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: i
             return
         if isinstance(getattr(args, flag), list):  # one value per model: the JSON's value is for all
             value = [value] * len(getattr(args, flag))
+        text = f"{key}: {_format_flag(value)}"
         if flag in origins and getattr(args, flag) != value:
-            text = _format_flag(value)
-            raise UserMistake(f"{origins[flag]} contradicts {key}: {text} in {path}; say it once, or the same in both")
-        origins.setdefault(flag, f"{key}: {_format_flag(value)}")
+            raise UserMistake(f"{origins[flag]} contradicts {text} in {path}; say it once, or the same in both")
+        origins.setdefault(flag, text)
         explicit.add(flag)
         setattr(args, flag, value)
 
-    def read_section(name: str, parent: dict[str, Any] = config) -> dict[str, Any]:
-        content = parent.get(name, {})
-        if not isinstance(content, dict):
-            raise UserMistake(f"{name} in {path} is {content!r}, an object {{...}} was expected")
-        return content
-
-    def read_number(key: str, parent: dict[str, Any], kind: type, least: float, label: str = "") -> Any:
-        value = parent.get(key)
-        if value is None or value == AUTO:
-            return None
-        is_valid = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
-        if not is_valid or not least <= value <= _MAX_INT64:
-            expected = f"{'a whole number' if kind is int else 'a number'} from {least:g} to {_MAX_INT64:.1e}"
-            raise UserMistake(f"{label or key} in {path} is {repr(value)[:40]}, {expected} was expected")
-        return value
-
     for flag, key in (("grad_accum_steps", "gradient_accumulation_steps"), ("batch_size", "train_batch_size")):
-        set_flag(flag, key, read_number(key, config, int, 1))
-    micro_batch_size = read_number("train_micro_batch_size_per_gpu", config, int, 1)
+        set_flag(flag, key, _read_number(path, config, key, int, 1))
+    micro_batch_size = _read_number(path, config, "train_micro_batch_size_per_gpu", int, 1)
     if micro_batch_size is not None:
         samples_per_step = micro_batch_size * world_size
         if "batch_size" in origins and "grad_accum_steps" not in origins and args.batch_size % samples_per_step == 0:
@@ -140,47 +124,25 @@ def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: i
         product = f"{micro_batch_size} x {args.grad_accum_steps} x {counted(world_size, 'process')}"
         arithmetic = f"train_micro_batch_size_per_gpu ({product})"
         set_flag("batch_size", arithmetic, samples_per_step * args.grad_accum_steps)
-    set_flag("max_grad_norm", "gradient_clipping", read_number("gradient_clipping", config, float, 0))
+    set_flag("max_grad_norm", "gradient_clipping", _read_number(path, config, "gradient_clipping", float, 0))
 
-    enabled = {}
+    enabled = []
     for name in ("bf16", "fp16"):
-        value = read_section(name).get("enabled")
+        value = _read_section(path, config, name).get("enabled")
         if value not in (None, AUTO) and not isinstance(value, bool):
             raise UserMistake(f"{name}.enabled in {path} is {value!r}, true or false was expected")
         if value is False and "precision" in origins and args.precision == name:
             raise UserMistake(f"{origins['precision']} contradicts {name}.enabled: false in {path}; say it once")
-        enabled[name] = value is True
-    if all(enabled.values()):
+        enabled += [name] * (value is True)
+    if len(enabled) > 1:
         raise UserMistake(f"bf16.enabled and fp16.enabled are both true in {path}; choose one")
-    for name in [name for name, is_enabled in enabled.items() if is_enabled]:
+    for name in enabled:
         set_flag("precision", f"{name}.enabled", name)
 
-    if "optimizer" in config and not isinstance(read_section("optimizer").get("type"), str):
-        raise UserMistake(f"optimizer in {path} names no type, such as AdamW")
-    params, schedule = (read_section("params", read_section(name)) for name in ("optimizer", "scheduler"))
-    numbers = {name: read_number(name, params, float, 0, f"optimizer.params.{name}") for name in ("lr", "weight_decay")}
-    key = "scheduler.params.warmup_max_lr"
-    peak_lr = read_number("warmup_max_lr", schedule, float, 0, key)  # overrules the optimizer's
-    if peak_lr is None:
-        key, peak_lr = "optimizer.params.lr", numbers["lr"]
-    set_flag("learning_rate", key, peak_lr)
-    set_flag("weight_decay", "optimizer.params.weight_decay", numbers["weight_decay"])
-    if (betas := params.get("betas")) not in (None, AUTO):
-        if not isinstance(betas, list) or [type(beta) in (int, float) for beta in betas] != [True, True]:
-            raise UserMistake(
-                f"optimizer.params.betas in {path} is {repr(betas)[:40]}, a list of two numbers was expected"
-            )
-        set_flag("betas", "optimizer.params.betas", tuple(map(float, betas)))
-    key = "scheduler.params.warmup_num_steps"
-    set_flag("lr_warmup_steps", key, read_number("warmup_num_steps", schedule, int, 0, key))
-    warmups = getattr(args, "lr_warmup_steps", 0)
-    if schedule.get("warmup_num_steps") == AUTO and isinstance(warmups, list) and len(set(warmups)) > 1:
-        warmups_text = " ".join(map(str, warmups))
-        raise UserMistake(
-            f"{key} in {path} is auto, and --lr_warmup_steps {warmups_text} are several: give one number in both"
-        )
-    stage = read_number("stage", read_section("zero_optimization"), int, 0, "zero_optimization.stage")
-    if read_section("zero_optimization").get("mics_shard_size") not in (None, -1):
+    _merge_optimizer(args, config, set_flag)
+    zero = _read_section(path, config, "zero_optimization")
+    stage = _read_number(path, zero, "stage", int, 0, "zero_optimization.stage")
+    if zero.get("mics_shard_size") not in (None, -1):
         raise UserMistake(
             f"zero_optimization.mics_shard_size in {path}: weights that are sharded over some of the processes (MiCS) "
             "are not supported; leave it out"
@@ -191,6 +153,60 @@ def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: i
         set_flag("reduce_precision", "communication_data_type", reduce_precision)
     set_flag("zero_stage", "zero_optimization.stage", stage)
     args.explicit = frozenset(explicit)
+
+
+def _merge_optimizer(
+    args: argparse.Namespace, config: dict[str, Any], set_flag: Callable[[str, str, Any], None]
+) -> None:
+    """Set the flags that the sections optimizer and scheduler give."""
+    path, optimizer = args.deepspeed_config, _read_section(args.deepspeed_config, config, "optimizer")
+    if "optimizer" in config and not isinstance(optimizer.get("type"), str):
+        raise UserMistake(f"optimizer in {path} names no type, such as AdamW")
+    params = _read_section(path, optimizer, "params")
+    schedule = _read_section(path, _read_section(path, config, "scheduler"), "params")
+    lr, weight_decay = (
+        _read_number(path, params, name, float, 0, f"optimizer.params.{name}") for name in ("lr", "weight_decay")
+    )
+    key = "scheduler.params.warmup_max_lr"
+    peak_lr = _read_number(path, schedule, "warmup_max_lr", float, 0, key)  # overrules the optimizer's
+    if peak_lr is None:
+        key, peak_lr = "optimizer.params.lr", lr
+    set_flag("learning_rate", key, peak_lr)
+    set_flag("weight_decay", "optimizer.params.weight_decay", weight_decay)
+    if (betas := params.get("betas")) not in (None, AUTO):
+        if not isinstance(betas, list) or [type(beta) in (int, float) for beta in betas] != [True, True]:
+            raise UserMistake(
+                f"optimizer.params.betas in {path} is {repr(betas)[:40]}, a list of two numbers was expected"
+            )
+        set_flag("betas", "optimizer.params.betas", tuple(map(float, betas)))
+    key = "scheduler.params.warmup_num_steps"
+    set_flag("lr_warmup_steps", key, _read_number(path, schedule, "warmup_num_steps", int, 0, key))
+    warmups = getattr(args, "lr_warmup_steps", 0)
+    if schedule.get("warmup_num_steps") == AUTO and isinstance(warmups, list) and len(set(warmups)) > 1:
+        raise UserMistake(
+            f"{key} in {path} is auto, and --lr_warmup_steps {_format_flag(warmups)} are several: give one number in "
+            "both"
+        )
+
+
+def _read_section(path: str, parent: dict[str, Any], name: str) -> dict[str, Any]:
+    """The object under a key of the JSON in ``path``; empty if the key is missing."""
+    section = parent.get(name, {})
+    if not isinstance(section, dict):
+        raise UserMistake(f"{name} in {path} is {section!r}, an object {{...}} was expected")
+    return section
+
+
+def _read_number(path: str, parent: dict[str, Any], key: str, kind: type, least: float, label: str = "") -> Any:
+    """The number under a key of the JSON in ``path``; None if it is missing or "auto"."""
+    value = parent.get(key)
+    if value is None or value == AUTO:
+        return None
+    is_valid = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
+    if not is_valid or not least <= value <= _MAX_INT64:
+        expected = f"{'a whole number' if kind is int else 'a number'} from {least:g} to {_MAX_INT64:.1e}"
+        raise UserMistake(f"{label or key} in {path} is {repr(value)[:40]}, {expected} was expected")
+    return value
 
 
 def check_batch_parts(config: dict[str, Any], precision: str, path: str) -> None:

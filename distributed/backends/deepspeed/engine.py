@@ -90,9 +90,9 @@ class ZeroEngine(Engine):
         super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        processes, config = self._processes, self._config
-        runtime = complete_config(
-            config,
+        processes = self._processes
+        full_config = complete_config(
+            self._config,
             self._options,
             zero_stage=self._stage,
             max_grad_norm=self._max_grad_norm,
@@ -101,39 +101,22 @@ class ZeroEngine(Engine):
             on_cpu=processes.device.type == "cpu",
             auto=self._auto_values(optimizer),
         )
-        self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
-        weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
+        self._bucket_size = full_config["zero_optimization"]["reduce_bucket_size"]
+        weights_are_low_precision = full_config["bf16"]["enabled"] or full_config["fp16"]["enabled"]
         self._lacks_weights = self._stage == 3 or weights_are_low_precision
         self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        trainable = list(self._names)
         self._ordered_sum: OrderedSum | None = None
         if self._plan.batch_parts:
-            self._ordered_sum = OrderedSum(trainable, processes.comm, self._plan.grad_accum_steps)
+            self._ordered_sum = OrderedSum(list(self._names), processes.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         if self._options.compile:
             model.compile()
-        groups: Any = trainable
-        if config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
-            # Apply --weight_decay as the script's optimizer does, which does not decay biases and scales.
-            groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
-        with _without_broadcast(), one_line_refusals(self._config_path):
-            self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
-                model=model,
-                model_parameters=groups,
-                optimizer=None if "optimizer" in config else optimizer,
-                config=runtime,
-                dist_init_required=False,
-            )
-        internals = SimpleNamespace(engine=self._ds, optimizer=self._zero)
-        names = [f"engine.{name}" for name in ENGINE_INTERNALS] + [
-            f"optimizer.{name}" for name in ZERO_INTERNALS[self._stage]
-        ]
-        check_internals(internals, names, f" at ZeRO {self._stage}")
+        self._initialize(model, optimizer, full_config)
         self._optimizer = self._ds.basic_optimizer
         self._parameters = {name: t for name, t in self._state_tensors().items() if isinstance(t, nn.Parameter)}
         self._sets_own_lr = self._scheduler is not None
         self.config = {
-            **runtime,
+            **full_config,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
             "optimizer_in_use": type(self._optimizer).__name__,
         }
@@ -143,7 +126,25 @@ class ZeroEngine(Engine):
         is_offloaded = offload is not None and offload.device != "none"
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = available_threads(processes.gather_objects) if is_offloaded else None
-        self._eager_weights_are_cast = weights_are_low_precision and self._stage < 3
+        self._casts_eager_weights = weights_are_low_precision and self._stage < 3
+
+    def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer, full_config: dict[str, Any]) -> None:
+        """Call ``deepspeed.initialize``, and check that its engine and its optimizer have what this module uses."""
+        groups: Any = list(self._names)
+        if self._config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
+            # Apply --weight_decay as the script's optimizer does, which does not decay biases and scales.
+            groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
+        with _without_broadcast(), one_line_refusals(self._config_path):
+            self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
+                model=model,
+                model_parameters=groups,
+                optimizer=None if "optimizer" in self._config else optimizer,
+                config=full_config,
+                dist_init_required=False,
+            )
+        names = [f"engine.{name}" for name in ENGINE_INTERNALS]
+        names += [f"optimizer.{name}" for name in ZERO_INTERNALS[self._stage]]
+        check_internals(SimpleNamespace(engine=self._ds, optimizer=self._zero), names, f" at ZeRO {self._stage}")
 
     def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The values of "auto" in the JSON's sections optimizer and scheduler, by path: the settings of the script's
@@ -167,7 +168,7 @@ class ZeroEngine(Engine):
     # the backward pass of a training step.
 
     def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._eager_weights_are_cast:
+        if not self._casts_eager_weights:
             return super()._eager_forward(*args, **kwargs)
         weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
         with torch.compiler.set_stance("force_eager"):
@@ -205,8 +206,7 @@ class ZeroEngine(Engine):
             with cpu_threads(self._optimizer_threads):
                 self._ds.step()
             norm = self._ds.get_global_grad_norm()
-            if self._stage:
-                self._clear_stored_gradients()
+            self._clear_stored_gradients()
             # Filled on the device, because a copy of a number from the host would wait for the device.
             finite = torch.full((), not getattr(self._zero, "overflow", False), device=self._processes.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._processes.device).float()
@@ -477,8 +477,9 @@ def check_internals(owner: Any, names: Iterable[str], context: str = "") -> None
 
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
-    """Context in which DeepSpeed does not broadcast the weights: the broadcast fails for 0-d parameters, and all
-    processes hold the same weights, as was checked. Raises UserMistake if this version lacks what is replaced."""
+    """Context in which DeepSpeed does not broadcast the weights: the broadcast fails for 0-d parameters, and
+    `check_replicas` has shown that all processes hold the same weights. Raises UserMistake if this version of DeepSpeed
+    lacks one of the ``CLASS_INTERNALS``, which are replaced meanwhile."""
     check_internals(deepspeed, CLASS_INTERNALS)
 
     def shard(init: Any, parameter: nn.Parameter) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class FSDPBackend(DDPBackend):
     name = "fsdp"
-    launch_order = 25  # before ddp, which uses the same launchers
+    auto_order = 25  # before ddp, which uses the same launchers
     training_flags = ("fsdp_reshard_after_forward", "fsdp_offload")
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
@@ -31,7 +31,7 @@ class FSDPBackend(DDPBackend):
         self.blocks: dict[str, list[str]] = {}  # by engine: names of the blocks that are sharded one by one
 
     @classmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+    def is_requested(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return cls.flag_in_use(args) is not None
 
     @classmethod

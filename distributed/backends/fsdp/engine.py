@@ -58,6 +58,7 @@ class FSDPEngine(ReplicatedEngine):
         offload: bool, reshard_after_forward: bool, name: str, max_grad_norm: float | None,
     ) -> None:  # fmt: skip
         self._offload, self._reshard_after_forward = offload, reshard_after_forward
+        self._is_kept_unsharded = False
         super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -121,7 +122,7 @@ class FSDPEngine(ReplicatedEngine):
             module.set_gradient_divide_factor(1.0)  # an update is a sum, not a mean
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows only sums
             cast(nn.Module, module).register_forward_pre_hook(_fix_input_strides, with_kwargs=True)
-        if not hasattr(module._get_fsdp_state(), _END_BACKWARD):
+        if not hasattr(cast(FSDPModule, model)._get_fsdp_state(), _END_BACKWARD):
             raise UserMistake(
                 f"FSDP of PyTorch {torch.__version__} has no {_END_BACKWARD}: it differs from that of the versions "
                 "which pyproject.toml allows; install one of those, or leave --distributed_backend fsdp out"
@@ -160,8 +161,8 @@ class FSDPEngine(ReplicatedEngine):
             self._reduce_late_gradients()
 
     def _reduce_late_gradients(self) -> None:
-        """Let FSDP sum the gradients that it has missed: those that were computed after it summed those of their block,
-        and those of a backward pass that reaches no output of the model, as one through a gradient may do."""
+        """Let FSDP sum the gradients that it has missed: those that were computed after their block was summed, and
+        those of a backward pass that passes through no output of the model, as that of a gradient penalty may do."""
         end_backward = getattr(cast(FSDPModule, self._root)._get_fsdp_state(), _END_BACKWARD)
         trigger = torch.zeros((), requires_grad=True) * 1
         trigger.register_hook(lambda _: end_backward())
@@ -200,7 +201,7 @@ class FSDPEngine(ReplicatedEngine):
         if gradients := [local.grad for local in sharded if local.grad is not None]:
             sums[0] = gradient_norm(gradients).square()
         if processes.world_size > 1:
-            sums[1].fill_(float(processes.stop.contribute()))
+            sums[1].fill_(float(processes.stop.contribute_flag()))
             processes.comm.all_reduce_(sums, f"{self.name}.norm").wait()
             processes.stop.read_sum(sums[1])
         if self._unsharded_reducer.gradients:
@@ -222,8 +223,6 @@ class FSDPEngine(ReplicatedEngine):
             self._keep_unsharded(False)
         for module in self._fsdp_modules:
             module.reshard()
-
-    _is_kept_unsharded = False
 
     def _keep_unsharded(self, keep: bool) -> None:
         """Keep whole weights until the update, or free them after each pass."""
@@ -255,17 +254,16 @@ class FSDPEngine(ReplicatedEngine):
     def unshard(self, name: str, local: Tensor) -> Tensor:
         if name not in self._sharded_parameters:
             return local
-        rows, *rest = self._shapes[name]
-        padded = local.new_zeros(
-            self._rows(name), *rest, device=self._processes.device
-        )  # offloaded ones are on the CPU
+        rows, *row_shape = self._shapes[name]
+        # On the device, because an offloaded shard is on the CPU.
+        padded = local.new_zeros(self._rows(name), *row_shape, device=self._processes.device)
         padded[: len(local)] = local
         flat = padded.new_empty(self._processes.world_size * padded.numel())
         dist.all_gather_into_tensor(flat, padded.view(-1))
-        return flat.view(-1, *rest)[:rows]
+        return flat.view(-1, *row_shape)[:rows]
 
     def _getters(self, local: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-        """By name, functions that return the whole tensors of ``local`` ones, which are like ``local_shards()``."""
+        """By name, functions that return the whole tensor of each shard in ``local``, as `local_shards` has them."""
         return {name: partial(self.unshard, name, tensor) for name, tensor in local.items()}
 
     def shard(self, name: str, full: Tensor) -> Tensor:
@@ -277,7 +275,7 @@ class FSDPEngine(ReplicatedEngine):
         return full[self._processes.rank * rows : (self._processes.rank + 1) * rows]
 
     def _rows(self, name: str) -> int:
-        """Rows of a weight that the first process holds, the most of all processes."""
+        """The number of rows of a weight that the first process holds; no process holds more."""
         return math.ceil(self._shapes[name][0] / self._processes.world_size)
 
     def _read_state(self) -> dict[str, Any]:
