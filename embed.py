@@ -106,7 +106,7 @@ def build_parser() -> ArgumentParser:
 class Embedder(NamedTuple):
     """A MuLaN on the device of the run.
 
-    about: facts that identify the model, for the index.
+    identity: see `Trained`.
     dim: length of an embedding.
     decoder: reads clips of the model's length from sounds.
     embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
@@ -115,7 +115,7 @@ class Embedder(NamedTuple):
         depends on other sentences.
     """
 
-    about: dict[str, Any]
+    identity: dict[str, Any]
     dim: int
     decoder: ClipDecoder
     embed_clips: Callable[[Tensor], Tensor]
@@ -133,7 +133,7 @@ def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision
     from tandem.models.building import require_room
     from tandem.weights.load import open_model
 
-    model, about, file = open_model(path, "MuLaN")
+    model, identity, tokenizer_path = open_model(path, "MuLaN")
     require_room(f"a batch of {batch_size} clips", batch_size, model.clip_elements)
     model.to(processes.device)
     config = model.config
@@ -146,7 +146,7 @@ def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision
 
     @torch.no_grad()
     def embed_text(text: str) -> Tensor:
-        tokenizer_name = "clip" if file is None else str(file)
+        tokenizer_name = str(tokenizer_path or "clip")
         tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.adds_text_marks)
         vocab_size = config["vocab_size"]
         if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size and not config.get("text_tower")):
@@ -159,7 +159,7 @@ def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision
         return model.encode_text(tokens, torch.tensor(lengths, device=processes.device))[0].float().cpu()
 
     decoder = ClipDecoder(config["sample_rate"], model.clip_samples)
-    return Embedder(about, config["dim_latent"], decoder, embed_clips, embed_text)
+    return Embedder(identity, config["dim_latent"], decoder, embed_clips, embed_text)
 
 
 def unit_means(vectors: Sequence[Tensor]) -> Tensor:
@@ -201,7 +201,7 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
     if sounds.skipped:
         say(sounds.skipped)
     settings = {
-        "task": "embed", **embedder.about, "dim": embedder.dim, "max_clips": args.max_clips,
+        "task": "embed", **embedder.identity, "dim": embedder.dim, "max_clips": args.max_clips,
         "batch_size": args.batch_size, **kernel_settings(args, processes),
         "files": len(names), "names_sha256": names_sha256([*names, *parts]),
         "files_per_shard": args.files_per_shard,
@@ -253,7 +253,7 @@ def search(args: argparse.Namespace, processes: ProcessGroup) -> None:
             # Embed a sound with the settings of the index, so that a sound in the index has the cosine 1.
             batch_size, max_clips = stored.index["batch_size"], stored.index["max_clips"]
             embedder = open_embedder(args.model, batch_size, processes, args.precision)
-            if not embedder.about.items() <= stored.index.items():
+            if not embedder.identity.items() <= stored.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
 
             def embed(query: str) -> Tensor:

@@ -472,7 +472,7 @@ def shares_encoder(name: str, sha256: Any) -> bool:
         if (folder := find_run(resolve(default_weights_path(Path(name)))[1])) is not None:
             run = read_run_arguments(folder)
             if getattr(run, "train", None) == "decoder" and run.init_from:
-                start_sha256 = open_model(run.init_from).about["weights_sha256"]
+                start_sha256 = open_model(run.init_from).identity["weights_sha256"]
                 return start_sha256 == sha256 or shares_encoder(run.init_from, sha256)
     return False
 

@@ -417,7 +417,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
                     scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(reference, distribution)
         row = {metric: scores[metric] for metric in HEADINGS if metric in scores}
         row |= {"trained_on": trained_on[name]} if name in trained_on else {}
-        values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.about}
+        values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.identity}
     with processes.raise_on_all_ranks():
         if processes.is_root:
             options = f"--resize {args.resize}" if args.image_folder else ""

@@ -287,7 +287,7 @@ def hash_inputs(
 
     hashes = {}
     for name, model in trained.items():
-        hashes[name] = hashlib.sha256(json.dumps(model.about, sort_keys=True).encode()).hexdigest()
+        hashes[name] = hashlib.sha256(json.dumps(model.identity, sort_keys=True).encode()).hexdigest()
     for name in ("image_embeddings", "text_embeddings", "clip", "clip_weights"):
         if (path := getattr(args, name)) and (name != "clip" or path.lower().endswith(".json")):
             hashes[name] = sha256_of([Path(path)])

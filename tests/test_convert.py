@@ -78,7 +78,7 @@ def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     whole = open_model(run / "model", "DiscreteVAE")
     assert_same_bits(whole.model, load_file(run / "model" / "model.safetensors"))
-    assert whole.about["weights_sha256"] == sha256_of([run / "model" / "model.safetensors"])
+    assert whole.identity["weights_sha256"] == sha256_of([run / "model" / "model.safetensors"])
     (unfinished := tmp_path / "unfinished").mkdir()
     for name in ("config.yaml", "checkpoints"):
         (unfinished / name).symlink_to(run / name)
@@ -93,7 +93,7 @@ def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(
         assert_same_bits(found.model, whole.model.state_dict())
         assert not found.model.training
         if path.is_dir():  # the file says less of how the model is trained
-            assert found.about == whole.about
+            assert found.identity == whole.identity
     assert not list((tmp_path / "temporary").iterdir()), "a killed process would leave it"
     with pytest.raises(ValueError, match="nowhere: it does not exist; expected a run folder"):
         open_model("nowhere")
