@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.decoding.sounds import ClipDecoder
     from tandem.data.fields import SampleDataset
     from tandem.distributed import ProcessGroup
+
 _AUDIO_ONLY = given("audio", "PATH")
 _QUERY = Requirement("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
@@ -50,8 +51,7 @@ class Config:
     )
     audio: str | None = flag(
         None,
-        "embed every sound file in this folder, nested as you like; or the sounds of a csv "
-        "or jsonl manifest, of webdataset tars, tables or demo:tones",
+        "sounds to embed: a folder with subfolders, a csv or jsonl manifest, webdataset tars, tables, or demo:tones",
         PATH,
     )
     output: str | None = flag(
@@ -66,7 +66,7 @@ class Config:
 
     max_clips: int = flag(
         6,
-        "a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle",
+        "clips of a long file, spread evenly over it, whose embeddings are averaged; 1: only the middle of a file",
         size,
         metavar="CLIPS",
         requires=_AUDIO_ONLY,
@@ -74,14 +74,17 @@ class Config:
     )
     files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", requires=_AUDIO_ONLY)
     on_bad_sample: str = flag(
-        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), requires=_AUDIO_ONLY
+        "skip",
+        "leave out files that cannot be read, or stop at the first",
+        choices=("skip", "error"),
+        requires=_AUDIO_ONLY,
     )
 
     query: list[str] | None = flag(
         None, "a sentence, or the path of a sound file; repeatable", action="append", metavar="TEXT", title="search"
     )
     query_file: str | None = flag(None, "more queries, one per line", FILE)
-    top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", requires=_QUERY)
+    top_k: int = flag(10, "matches to print for each query", size, metavar="ROWS", requires=_QUERY)
     json: bool = flag(False, "print a JSON object per query, not a table", requires=_QUERY)
 
     @classmethod
@@ -263,8 +266,8 @@ def search(args: argparse.Namespace, processes: ProcessGroup) -> None:
 
             vectors = torch.stack([embed(query) for query in queries])
             matches = stored.nearest(vectors.numpy(), args.top_k, lambda: processes.heartbeat("searching"))
-            for answer in map(QueryResult, queries, matches):
-                print(answer.as_json() if args.json else answer.as_table(), flush=True)
+            for result in map(QueryResult, queries, matches):
+                print(result.as_json() if args.json else result.as_table(), flush=True)
 
 
 def run(args: argparse.Namespace, processes: ProcessGroup) -> None:

@@ -135,7 +135,7 @@ def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp
         converted("export", run, "--to", kind, out, "--force")
         assert files(tmp_path) != before
         other = "dalle" if kind == "model" else "model"
-        assert "another kind" in refused("export", run, "--to", other, out, "--force")
+        assert f"--to {other} writes a" in refused("export", run, "--to", other, out, "--force")
     line = refused("export", tmp_path / "model", "--to", "model", tmp_path / "other", "--weights", "online")
     assert "one set of weights" in line and not (tmp_path / "other").exists()
     assert_same_bits(FORMATS["dalle"].load(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))
