@@ -461,7 +461,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
     networks = {"LPIPS (--lpips_weights)": lpips, feature_metrics: network}
     if missing := [name for name, module in networks.items() if module is None]:
-        processes.say(f"not measured, for lack of the flags that give their weights: {', '.join(missing)}")
+        processes.say(f"not measured, because their weights are not given: {', '.join(missing)}")
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:

@@ -375,7 +375,7 @@ def test_the_table_and_the_picture_show_where_models_differ(
     assert heading == ["--resize", "ours", "PSNR", "SSIM", "codes", "used", "perplexity", "samples/s"]
     assert (a[0], b[0]) == (str(at / "a"), str(at / "b"))
     assert a[1] == f"{values(report, at / 'a')['psnr']:.2f}" and a[4:6] == ["of", "512"]
-    assert said[-1].endswith("without the weights that they need: LPIPS (--lpips_weights), rFID and IS (--fid_weights)")
+    assert said[-1].endswith("their weights are not given: LPIPS (--lpips_weights), rFID and IS (--fid_weights)")
 
     images = torch.stack([prepared(at / "photos" / name) for name in IMAGES])
     made = [model.decode(model.encode(images)).clamp(0, 1) for model in (vqgan(0), vqgan(1))]
