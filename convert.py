@@ -1,4 +1,4 @@
-"""Look at trained weights, and convert them from one form to another.
+"""Inspect trained weights, convert them between formats, and push them to the Hugging Face Hub.
 
     python convert.py inspect PATH
     python convert.py export PATH --to model DIR
@@ -45,7 +45,7 @@ LARGEST_PROFILE_ERROR = 0.2
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("convert.py", "Look at trained weights, and convert them from one form to another.")
+    parser = ArgumentParser("convert.py", "Inspect trained weights, and convert them between formats.")
     parser.usage = None  # None makes argparse generate the usage line
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -69,7 +69,7 @@ def build_parser() -> ArgumentParser:
         "help": "weights of a checkpoint: their moving average (ema), as trained (online), or ema if it exists (best)"}
     add = command(inspect, "inspect", "Describe the contents of PATH without loading its weights.")
     add("--json", action="store_true", help="print JSON")
-    add("--no_checksums", action="store_true", help="do not read all of a checkpoint to verify its checksums")
+    add("--no_checksums", action="store_true", help="do not verify a checkpoint's checksums, for which all is read")
 
     add = command(export, "export", "Write a model folder or a public package's file.",
                   out=("OUT", "folder or file to write"))
@@ -84,7 +84,7 @@ def build_parser() -> ArgumentParser:
                   "or one of an autoencoder of taming-transformers or latent diffusion into one for train_vqgan.py.",
                   ("OLD", "the configuration, JSON or YAML"), ("NEW", "YAML file to write, for --config"))
     add("--processes", type=positive_int, metavar="N",
-        help="how many will train together: its batch_size is that of one, ours that of all (default: what it names)")
+        help="processes of the training: a batch size in OLD is that of one, in NEW that of all (default: as in OLD)")
 
     add = command(average, "average", "Write a model folder with an average of the weights of another length.",
                   ("RUN", "folder of a run with --ema_power"), ("OUT", "folder to write"))
@@ -138,7 +138,7 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
     has_step = isinstance(samples, int) and isinstance(batch_size, int) and batch_size > 0
     return {
         "kind": "checkpoint", "step": samples // batch_size if has_step else None,
-         "samples": samples,
+        "samples": samples,
         "written_by": meta,
         "models": {name: with_scale(model, parts.get(name, {})) for name, model in parts.get(MODELS, {}).items()},
         "parts": facts,
@@ -161,7 +161,7 @@ def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
 
 
 def format_facts(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Facts as lines of text, without mappings below the third level; --json prints those, too."""
+    """Facts as lines of text, without mappings below the third level, which only --json prints."""
     for key, value in facts.items():
         if isinstance(value, dict) and len(indent) < 4:
             yield f"{indent}{key}:"
@@ -170,11 +170,13 @@ def format_facts(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}: {f'{value:,}' if type(value) is int else value}"
 
 
-def check_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
-    """The output path. Raises ValueError, in one line, if something exists there that must not be replaced."""
+def check_output(args: argparse.Namespace, is_folder: bool, writer: str) -> Path:
+    """The output path. Raises ValueError, in one line, if something exists there that must not be replaced. `writer`:
+    what writes to it, for the message."""
     out = Path(args.out)
     if out.exists() and out.is_dir() != is_folder:
-        raise ValueError(f"{out} is a {'file' if is_folder else 'folder'}; {kind} writes another kind")
+        actual, expected = ("file", "folder") if is_folder else ("folder", "file")
+        raise ValueError(f"{out} is a {actual}, and {writer} writes a {expected}; give another name")
     if not args.force and (any(out.iterdir()) if out.is_dir() else out.exists()):
         raise ValueError(f"{out} exists already; give another name, or --force to replace it")
     return out
@@ -208,19 +210,19 @@ def average(args: argparse.Namespace) -> None:
     from tandem.models.base import build
     from tandem.training.checkpoint.ema_files import EMAFiles
 
-    run, out = Path(args.path), check_output(args, is_folder=True, kind="average")
+    run, out = Path(args.path), check_output(args, is_folder=True, writer="average")
     files = EMAFiles(run / "snapshots")
     model = build(load_model(run, is_lazy=True).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
     weights, updates, profile_error = files.reconstruct("ema", args.ema_length, parameters)
     if profile_error > LARGEST_PROFILE_ERROR:
         raise ValueError(
-            f"the averages in {run / 'snapshots'} miss {profile_error:.0%} of the profile of length {args.ema_length}: "
-            "choose a length nearer to theirs, save more often, or train with several --ema_power"
+            f"the averages in {run / 'snapshots'} give the profile of length {args.ema_length} with an error of "
+            f"{profile_error:.0%}: choose a length nearer to theirs, save more often, or train with several --ema_power"
         )
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
-    summary = f"averaged over {counted(updates, 'update')}; it misses {profile_error:.2%} of the profile"
+    summary = f"averaged over {counted(updates, 'update')}; error of the profile {profile_error:.2%}"
     print(f"wrote {out}: {describe_model(model)}, {summary}")
 
 
@@ -231,12 +233,14 @@ def translate(args: argparse.Namespace) -> None:
     from tandem.io.reading import one_line
     from tandem.io.writing import write_atomically
 
-    out = check_output(args, is_folder=False, kind="config")
+    out = check_output(args, is_folder=False, writer="config")
     try:
         config = read_public_config(args.path)
         is_decoder = "decoder" in config
         if not is_decoder and "model" not in config:
-            raise ValueError("it has no part about a decoder, as DALLE2-pytorch has, nor a model, as taming has")
+            raise ValueError(
+                "it has no part about a decoder (DALLE2-pytorch), and none about a model (taming-transformers)"
+            )
         translation = (translate_dalle2 if is_decoder else translate_taming)(config, args.processes)
         parser = script_parser(translation.script)
         for name, (key, value) in translation.flags.items():
@@ -255,7 +259,7 @@ def translate(args: argparse.Namespace) -> None:
         print(printable(line))
     if args.processes is None and "batch_size" in settings:
         n = translation.processes
-        processes, others = ("one process", "several") if n == 1 else (f"the {n} processes that it names", "others")
+        processes, others = ("one process", "several") if n == 1 else (f"the {n} processes in {args.path}", "others")
         print(f"batch_size {settings['batch_size']} is for {processes}; for {others} give --processes")
     data = () if parser.data_flag in settings else (f"--{parser.data_flag}", "photos/")
     command = shlex.join([*command_of(translation.script), "--config", str(out), *data])

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.decoding.sounds import ClipDecoder
     from tandem.data.fields import SampleDataset
     from tandem.distributed import ProcessGroup
+
 _AUDIO_ONLY = given("audio", "PATH")
 _QUERY = Requirement("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
@@ -50,8 +51,7 @@ class Config:
     )
     audio: str | None = flag(
         None,
-        "embed every sound file in this folder, nested as you like; or the sounds of a csv "
-        "or jsonl manifest, of webdataset tars, tables or demo:tones",
+        "sounds to embed: a folder with subfolders, a csv or jsonl manifest, webdataset tars, tables, or demo:tones",
         PATH,
     )
     output: str | None = flag(
@@ -66,7 +66,7 @@ class Config:
 
     max_clips: int = flag(
         6,
-        "a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle",
+        "clips of a long file, spread evenly over it, whose embeddings are averaged; 1: only the middle of a file",
         size,
         metavar="CLIPS",
         requires=_AUDIO_ONLY,
@@ -74,14 +74,17 @@ class Config:
     )
     files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", requires=_AUDIO_ONLY)
     on_bad_sample: str = flag(
-        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), requires=_AUDIO_ONLY
+        "skip",
+        "leave out files that cannot be read, or stop at the first",
+        choices=("skip", "error"),
+        requires=_AUDIO_ONLY,
     )
 
     query: list[str] | None = flag(
         None, "a sentence, or the path of a sound file; repeatable", action="append", metavar="TEXT", title="search"
     )
     query_file: str | None = flag(None, "more queries, one per line", FILE)
-    top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", requires=_QUERY)
+    top_k: int = flag(10, "matches to print for each query", size, metavar="ROWS", requires=_QUERY)
     json: bool = flag(False, "print a JSON object per query, not a table", requires=_QUERY)
 
     @classmethod
@@ -106,7 +109,7 @@ def build_parser() -> ArgumentParser:
 class Embedder(NamedTuple):
     """A MuLaN on the device of the run.
 
-    about: facts that identify the model, for the index.
+    identity: see `Trained`.
     dim: length of an embedding.
     decoder: reads clips of the model's length from sounds.
     embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
@@ -115,7 +118,7 @@ class Embedder(NamedTuple):
         depends on other sentences.
     """
 
-    about: dict[str, Any]
+    identity: dict[str, Any]
     dim: int
     decoder: ClipDecoder
     embed_clips: Callable[[Tensor], Tensor]
@@ -133,7 +136,7 @@ def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision
     from tandem.models.building import require_room
     from tandem.weights.load import open_model
 
-    model, about, file = open_model(path, "MuLaN")
+    model, identity, tokenizer_path = open_model(path, "MuLaN")
     require_room(f"a batch of {batch_size} clips", batch_size, model.clip_elements)
     model.to(processes.device)
     config = model.config
@@ -146,7 +149,7 @@ def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision
 
     @torch.no_grad()
     def embed_text(text: str) -> Tensor:
-        tokenizer_name = "clip" if file is None else str(file)
+        tokenizer_name = str(tokenizer_path or "clip")
         tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.adds_text_marks)
         vocab_size = config["vocab_size"]
         if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size and not config.get("text_tower")):
@@ -159,7 +162,7 @@ def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision
         return model.encode_text(tokens, torch.tensor(lengths, device=processes.device))[0].float().cpu()
 
     decoder = ClipDecoder(config["sample_rate"], model.clip_samples)
-    return Embedder(about, config["dim_latent"], decoder, embed_clips, embed_text)
+    return Embedder(identity, config["dim_latent"], decoder, embed_clips, embed_text)
 
 
 def unit_means(vectors: Sequence[Tensor]) -> Tensor:
@@ -201,7 +204,7 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
     if sounds.skipped:
         say(sounds.skipped)
     settings = {
-        "task": "embed", **embedder.about, "dim": embedder.dim, "max_clips": args.max_clips,
+        "task": "embed", **embedder.identity, "dim": embedder.dim, "max_clips": args.max_clips,
         "batch_size": args.batch_size, **kernel_settings(args, processes),
         "files": len(names), "names_sha256": names_sha256([*names, *parts]),
         "files_per_shard": args.files_per_shard,
@@ -253,7 +256,7 @@ def search(args: argparse.Namespace, processes: ProcessGroup) -> None:
             # Embed a sound with the settings of the index, so that a sound in the index has the cosine 1.
             batch_size, max_clips = stored.index["batch_size"], stored.index["max_clips"]
             embedder = open_embedder(args.model, batch_size, processes, args.precision)
-            if not embedder.about.items() <= stored.index.items():
+            if not embedder.identity.items() <= stored.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
 
             def embed(query: str) -> Tensor:
@@ -263,8 +266,8 @@ def search(args: argparse.Namespace, processes: ProcessGroup) -> None:
 
             vectors = torch.stack([embed(query) for query in queries])
             matches = stored.nearest(vectors.numpy(), args.top_k, lambda: processes.heartbeat("searching"))
-            for answer in map(QueryResult, queries, matches):
-                print(answer.as_json() if args.json else answer.as_table(), flush=True)
+            for result in map(QueryResult, queries, matches):
+                print(result.as_json() if args.json else result.as_table(), flush=True)
 
 
 def run(args: argparse.Namespace, processes: ProcessGroup) -> None:

@@ -66,29 +66,30 @@ class Config:
 
     image_folder: str | None = flag(
         None,
-        "encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you "
-        "like, or webdataset tars, tables or a manifest; demo:shapes draws its own",
+        "images to encode: a folder (jpg, png, webp, bmp, tiff, ppm, pgm) with subfolders, webdataset tars, tables or "
+        "a manifest; demo:shapes draws images itself",
         PATH,
         title="encode or decode",
     )
     video_folder: str | None = flag(
         None,
-        "encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this "
-        "folder, with subfolders; or of a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own",
+        "videos and images to encode: a folder (mp4, m4v, mkv, webm, mov, avi, gif) with subfolders, a csv or jsonl "
+        "manifest, or webdataset tars; demo:moving draws clips itself",
         PATH,
     )
-    decode: str | None = flag(None, "make images or videos of the codes or latents in this folder", FOLDER)
+    decode: str | None = flag(None, "folder of codes or latents to decode to images or videos", FOLDER)
     format: str | None = flag(
         None,
-        "files of codes and latents: safetensors (default); npy writes a .npy beside each file of codes of images as "
-        "well, or for latents a .npy for each image and one for its label. Decoded videos: mp4 (default), gif (holds a "
-        "whole video in memory) or png, a folder of frames for each video; a video of one frame is always a png",
+        "format of codes and latents: safetensors (default), or npy, which adds a .npy to each safetensors file of "
+        "codes of images, and writes latents as a .npy for each image and one for its label. Format of decoded videos: "
+        "mp4 (default), gif (holds a whole video in memory) or png, a folder of frames for each video; a video of one "
+        "frame is always a png",
         choices=("safetensors", "npy", "png", "mp4", "gif"),
     )
 
     sound_from: str | None = flag(
         None,
-        "folder of the videos that were encoded: each .mp4 gets the sound of its own",
+        "folder of the videos that were encoded, whose sound is written to the decoded .mp4 files",
         FOLDER,
         requires=given("decode", "DIR"),
     )
@@ -97,7 +98,7 @@ class Config:
     )
     images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", requires=_IMAGES_ONLY)
     videos_per_shard: int = flag(
-        8, "videos whose codes share a file; for long films 1", size, metavar="VIDEOS", requires=_VIDEOS_ONLY
+        8, "videos whose codes share a file; 1 suits long films", size, metavar="VIDEOS", requires=_VIDEOS_ONLY
     )
     fps: float | None = flag(
         None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, requires=_VIDEOS_ONLY
@@ -113,11 +114,13 @@ class Config:
     )
     on_bad_sample: str = flag(
         "skip",
-        "leave out files that cannot be read, or stop at one",
+        "leave out files that cannot be read, or stop at the first",
         choices=("skip", "error"),
         requires=_ENCODING_ONLY,
     )
-    report: bool = flag(False, "say at the end how much of the codebook is used", requires=_ENCODING_ONLY)
+    report: bool = flag(
+        False, "print at the end how many codes are used, and their perplexity", requires=_ENCODING_ONLY
+    )
 
     with_flip: bool = flag(
         False,
@@ -127,11 +130,11 @@ class Config:
     )
     latent: str = flag(
         "mean",
-        "write the mean of each image, a sample, or both moments",
+        "what is written of the Gaussian of an image: its mean, a sample, or its mean and standard deviation",
         choices=("mean", "sample", "moments"),
         requires=_IMAGES_ONLY,
     )
-    latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), requires=_IMAGES_ONLY)
+    latent_dtype: str = flag("fp16", "dtype of the latents", choices=("fp16", "bf16", "fp32"), requires=_IMAGES_ONLY)
     scaled: bool = flag(
         False,
         "write (latent - shift_factor) * scaling_factor, two numbers of the model's config.json",
@@ -159,14 +162,14 @@ def possible_kinds(args: argparse.Namespace) -> tuple[str, ...]:
 
 def validate_kinds(args: argparse.Namespace, *kinds: str) -> None:
     """Set the default of --format for one kind. Raises ValueError, in one line, if a flag has no effect."""
-    action = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
+    action = f"{'decoding' if args.decode else 'encoding'} {' or '.join(kinds)}"
     if "batch_size" in args.on_command_line and "images" not in kinds:
         raise ValueError(f"--batch_size has no effect on {action}; leave it out")
     formats = dict.fromkeys(name for kind in kinds for name in (DECODED if args.decode else ENCODED)[kind])
     if args.format and args.format not in formats:
         raise ValueError(f"--format {args.format} is not for {action}, which writes {', '.join(formats)}")
     if args.sound_from and ("videos" not in kinds or args.format not in (None, "mp4")):
-        raise ValueError("--sound_from has no effect but on videos that become --format mp4; leave it out")
+        raise ValueError("--sound_from has an effect only on videos of --format mp4; leave it out")
     if len(kinds) == 1:
         args.format = args.format or next(iter(formats))
 
@@ -185,13 +188,13 @@ def build_parser() -> ArgumentParser:
 
 
 def run_model(
-    processes: ProcessGroup, precision: str, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
+    processes: ProcessGroup, precision: str, activity: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
     """The output of a method of the model for valid inputs, whose range is not checked, in the precision of the run."""
     from tandem.devices import to_device
     from tandem.models.layers.convolutional import without_range_checks
 
-    processes.heartbeat(doing)
+    processes.heartbeat(activity)
     with distributed.autocast(precision, processes.device), without_range_checks():
         return method(to_device(values, processes.device), *state)
 
@@ -279,7 +282,8 @@ def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 
 class VideoCoder:
-    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer. As `ImageCoder`."""
+    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer; with the attributes and
+    methods of `ImageCoder`."""
 
     kind = "videos"
 
@@ -323,14 +327,13 @@ class VideoCoder:
             height, width = (side * model.pixels_per_code for side in codes.shape[1:])
             frames = len(codes) * model.frames_per_code
             require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
-            return run_model(processes, self._args.precision, "decoding", model.decode_next, codes[None], state)[
-                0
-            ].transpose(0, 1)
+            videos = run_model(processes, self._args.precision, "decoding", model.decode_next, codes[None], state)
+            return videos[0].transpose(0, 1)
 
         return decode
 
     def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
-        """As for images; the shape of a row is [] if videos keep their shape."""
+        """See `ImageCoder.open`; the shape of a row is [] if videos keep their shape."""
         from tandem.data.decoding.images import MAX_ASPECT_RATIO
         from tandem.data.sets import open_videos
         from tandem.data.stores.codes import code_dtype
@@ -472,8 +475,8 @@ def shares_encoder(name: str, sha256: Any) -> bool:
         if (folder := find_run(resolve(default_weights_path(Path(name)))[1])) is not None:
             run = read_run_arguments(folder)
             if getattr(run, "train", None) == "decoder" and run.init_from:
-                start_sha256 = open_model(run.init_from).about["weights_sha256"]
-                return start_sha256 == sha256 or shares_encoder(run.init_from, sha256)
+                initial_sha256 = open_model(run.init_from).identity["weights_sha256"]
+                return initial_sha256 == sha256 or shares_encoder(run.init_from, sha256)
     return False
 
 
@@ -493,7 +496,9 @@ def decode(args: argparse.Namespace, processes: ProcessGroup) -> None:
             )
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
         if args.sound_from and len({line["path"] for line in codes.lines()}) < sum(map(len, files)):
-            raise ValueError("--sound_from: some videos are parts of one file, whose sound is that of the whole")
+            raise ValueError(
+                "--sound_from: some videos are parts of one file, and only the sound of the whole file can be read"
+            )
     sound = {"with_sound": True} if args.sound_from else {}
     settings = {"task": "decode", **model_settings, **sound, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)

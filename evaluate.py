@@ -1,5 +1,5 @@
-"""Measure trained autoencoders on images or videos: how close reconstructions are to the originals, and how much of the
-codebook is used.
+"""Measure trained autoencoders on images or videos: how close reconstructions are to the originals, and how many codes
+are used.
 
     python evaluate.py --model runs/vqgan --image_folder photos/ --fid_weights published --lpips_weights published
     torchrun --nproc_per_node 8 evaluate.py --compare runs/a runs/b vae.pt --image_folder photos/ --output eval.json
@@ -75,14 +75,15 @@ class Config:
         "packages' files, or USER/NAME of the Hugging Face Hub", FOLDER, nargs="+", aliases="compare", required=True,
         title="what is measured")
     image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
-    video_folder: str | None = flag(None, "videos: the same; the clip in the middle of each is measured", PATH)
-    held_out_of: str | None = flag(None, "measure what this run held out of its own data, instead of a folder; of "
-        "videos, its --num_frames is the default", FOLDER, metavar="RUN")
+    video_folder: str | None = flag(None, "videos: a folder, tars, a table or manifest, or demo:moving; the clip "
+        "in the middle of each is measured", PATH)
+    held_out_of: str | None = flag(None, "measure on the data that this run held out, instead of a folder; its "
+        "--num_frames is then the default", FOLDER, metavar="RUN")
     output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
         "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
-    image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
-    resize: str = flag("ours", "how images are resized: ours averages bilinearly; taming does not average, as for the "
-        "values of taming-transformers, Open-MAGVIT2 and IBQ; adm halves first, as for those of LlamaGen",
+    image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="method")
+    resize: str = flag("ours", "how images are resized: ours is bilinear, antialiased; taming is not antialiased, as "
+        "in taming-transformers, Open-MAGVIT2 and IBQ; adm halves by a box filter first, as in LlamaGen",
         choices=tuple(RESIZES), requires=_FILES_ONLY)
     num_frames: int = flag(17, "frames of a clip", size, requires=_VIDEOS_ONLY)
     fid_weights: str | None = flag(None, "report rFID and inception score by these weights (pt_inception-2015-12-05): "
@@ -90,9 +91,10 @@ class Config:
     fvd_weights: str | None = flag(
         None, "report rFVD by these weights of I3D (a state dict)", FILE, requires=_VIDEOS_ONLY
     )
-    fvd_eps: float = flag(1e-3, "what I3D's batch normalisations add to a variance: 1e-3 as in its training, 1e-5 as "
-        "for the values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, requires=given("fvd_weights", "FILE"))
-    lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published", FILE)
+    fvd_eps: float = flag(1e-3, "eps of I3D's batch normalisations: 1e-3 as in its training, 1e-5 as for the published "
+        "values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, requires=given("fvd_weights", "FILE"))
+    lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published, which "
+        "fetches them", FILE)
     # fmt: on
 
     @classmethod
@@ -192,15 +194,16 @@ def compare_with_training(args: argparse.Namespace, samples: SampleDataset) -> t
             run = read_run_arguments(folder)
             counts[name], fingerprint = held_out.count_trained_on(run, samples, args.data)
         except (OSError, ValueError) as error:
-            lines.append(f"on how many of these {n} {name} was trained is not known: {error_text(error)}")
+            lines.append(f"it is unknown on how many of these {n} samples {name} was trained: {error_text(error)}")
             continue
         locations = held_out.folders_of_run(run)
         if counts[name]:
             lines.append(
-                f"{name} was trained on {counts[name]} of these {n}, by their paths: its data is {locations}{hint}"
+                f"by their paths, {name} was trained on {counts[name]} of these {n} samples: its data is "
+                f"{locations}{hint}"
             )
         elif not args.held_out_of:
-            lines.append(f"{name} was trained on none of these {n} by their paths: its data is {locations}")
+            lines.append(f"by their paths, {name} was trained on none of these {n} samples: its data is {locations}")
         lines += data_change_lines(name, folder, fingerprint)
     if args.held_out_of:
         run_fingerprint = held_out.split_of_run(args.run).fingerprint
@@ -214,8 +217,8 @@ def data_change_lines(name: str, run: Path, fingerprint: str | None) -> list[str
     if None in (old_fingerprint, fingerprint) or old_fingerprint == fingerprint:
         return []
     return [
-        f"the data of {name} does not have the names that it had in training: files were added, removed or renamed, so "
-        "the split is another one, and what it held out may have been trained on"
+        f"files in the data of {name} were added, removed or renamed since its training, so the split has changed, and "
+        "samples that are held out now may have been trained on"
     ]
 
 
@@ -310,7 +313,7 @@ def reference_statistics(
     if all(processes.gather_objects(gaussian is not None)) and gaussian:
         processes.say(f"the statistics of the originals are those in {path}")
         return gaussian
-    run_pass("judged originals", lambda batches: (originals.add(samples) for samples, _ in batches))
+    run_pass("computed features of originals", lambda batches: (originals.add(samples) for samples, _ in batches))
     gaussian, _ = originals.result(processes.sum)
     with contextlib.suppress(OSError):  # they are computed again the next time
         if processes.is_root:
@@ -319,34 +322,80 @@ def reference_statistics(
     return gaussian
 
 
+def open_networks(args: argparse.Namespace, processes: ProcessGroup) -> tuple[Any, Any, str | None]:
+    """LPIPS, the network of rFID or rFVD, and the SHA-256 of that network's weights; None without weights. Raises
+    ValueError, in one line, if weights cannot be used."""
+    from tandem.data.stores.output import sha256_of
+    from tandem.io.fetching import fetch_file
+    from tandem.io.published import INCEPTION, PUBLISHED, load_published_weights
+    from tandem.models.features.i3d import i3d_features
+    from tandem.models.features.lpips import load_lpips
+    from tandem.training.metrics import fid
+
+    device, heartbeat = processes.device, partial(processes.heartbeat, "fetching weights")
+    lpips = load_lpips(args.lpips_weights, args.image_size, device, heartbeat)
+    weights = (
+        fetch_file(INCEPTION, heartbeat) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
+    )
+    weights_sha256 = sha256_of([Path(weights)]) if weights else None
+    network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
+    if args.fid_weights:
+        network = fid.Inception(load_published_weights(INCEPTION, str(weights), heartbeat), device)
+    return lpips, network, weights_sha256
+
+
+def measure_batches(
+    models: Mapping[str, Any], qualities: Mapping[str, Any], features: Mapping[str, Any], processes: ProcessGroup,
+    precision: str, notes: list[dict[str, Any]], batches: Batches,
+) -> Iterator[None]:  # fmt: skip
+    """Reconstruct each batch with each model, and add the reconstructions to the qualities and features of that
+    model. Appends the notes of the samples to `notes`, each with PSNR and seconds by each model."""
+    import torch
+
+    from tandem.devices import moment, on_host, seconds_between
+    from tandem.training.metrics.reconstruction import psnr
+
+    def reconstruct_batches() -> Iterator[tuple[Any, Tensor]]:
+        for originals, batch in batches:
+            notes.extend(batch)
+            for name, trained in models.items():
+                start = moment(processes.device)
+                reconstructions, codes = reconstruct(trained.model, originals, processes, precision)
+                moments = start, moment(processes.device)
+                qualities[name].add(originals, reconstructions, codes)
+                if name in features:
+                    features[name].add(reconstructions)
+                psnrs = psnr(originals, reconstructions)
+                is_finite = reconstructions.isfinite().all()[None].to(psnrs)
+                yield (name, batch, moments), torch.cat([psnrs, is_finite])
+
+    for (name, batch, moments), batch_values in on_host(reconstruct_batches()):
+        *psnrs, is_finite = batch_values.tolist()
+        if not is_finite:
+            raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
+        seconds = seconds_between(*moments) / len(batch)
+        for note, sample_psnr in zip(batch, psnrs, strict=True):
+            note["measurements"].append([sample_psnr, seconds])
+        yield
+
+
 def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Measure the models and report the values. Raises AskedToStop after a signal."""
     import torch
 
-    from tandem.data.stores.output import json_bytes, sha256_of
-    from tandem.devices import moment, on_host, seconds_between
-    from tandem.io.fetching import fetch_file
-    from tandem.io.published import INCEPTION, PUBLISHED, load_published_weights
+    from tandem.data.stores.output import json_bytes
     from tandem.io.writing import write_atomically
-    from tandem.models.features.i3d import I3D_DIM, i3d_features
-    from tandem.models.features.lpips import load_lpips
+    from tandem.models.features.i3d import I3D_DIM
     from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
 
-    device, heartbeat = processes.device, partial(processes.heartbeat, "fetching weights")
+    device = processes.device
     for name in args.model:
         fetch_model(name, processes)
     with processes.raise_on_all_ranks():
         if processes.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
             raise ValueError(f"--output {args.output}: there is no such folder")
         models = open_models(args, processes)
-        lpips = load_lpips(args.lpips_weights, args.image_size, device, heartbeat)
-        weights = (
-            fetch_file(INCEPTION, heartbeat) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
-        )
-        weights_sha256 = sha256_of([Path(weights)]) if weights else None
-        network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
-        if args.fid_weights:
-            network = fid.Inception(load_published_weights(INCEPTION, str(weights), heartbeat), device)
+        lpips, network, weights_sha256 = open_networks(args, processes)
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         samples = open_samples(args)
         trained_on, lines = compare_with_training(args, samples) if processes.is_root else ({}, [])
@@ -370,35 +419,12 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(feature_statistics.FeatureStatistics, network, dim, device)
     model_features = {name: features() for name in models if network}
-    notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
-
-    def measure_batches(batches: Batches) -> Iterator[tuple[Any, Tensor]]:
-        for originals, batch in batches:
-            notes.extend(batch)
-            for name, trained in models.items():
-                start = moment(device)
-                reconstructions, codes = reconstruct(trained.model, originals, processes, args.precision)
-                moments = start, moment(device)
-                qualities[name].add(originals, reconstructions, codes)
-                if network:
-                    model_features[name].add(reconstructions)
-                psnr = reconstruction.psnr(originals, reconstructions)
-                is_finite = reconstructions.isfinite().all()[None].to(psnr)
-                yield (name, batch, moments), torch.cat([psnr, is_finite])
-
-    def record_measurements(batches: Batches) -> Iterator[None]:
-        for (name, batch, moments), batch_values in on_host(measure_batches(batches)):
-            *psnr, is_finite = batch_values.tolist()
-            if not is_finite:
-                raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
-            seconds = seconds_between(*moments) / len(batch)
-            for note, sample_psnr in zip(batch, psnr, strict=True):
-                note["measurements"].append([sample_psnr, seconds])
-            yield
+    notes: list[dict[str, Any]] = []  # of this process's samples
 
     run_pass = partial(process_batches, samples, args, processes)
     with torch.no_grad():
-        run_pass("measured", record_measurements)
+        measure = partial(measure_batches, models, qualities, model_features, processes, args.precision, notes)
+        run_pass("measured", measure)
         all_notes = sorted(itertools.chain(*processes.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in all_notes]
         settings = [args.batch_size, kernel_settings(args, processes)]
@@ -417,7 +443,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
                     scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(reference, distribution)
         row = {metric: scores[metric] for metric in HEADINGS if metric in scores}
         row |= {"trained_on": trained_on[name]} if name in trained_on else {}
-        values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.about}
+        values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.identity}
     with processes.raise_on_all_ranks():
         if processes.is_root:
             options = f"--resize {args.resize}" if args.image_folder else ""
@@ -435,7 +461,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
     networks = {"LPIPS (--lpips_weights)": lpips, feature_metrics: network}
     if missing := [name for name, module in networks.items() if module is None]:
-        processes.say(f"not measured without the weights that they need: {', '.join(missing)}")
+        processes.say(f"not measured, because their weights are not given: {', '.join(missing)}")
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:

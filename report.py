@@ -1,7 +1,7 @@
 """Make one HTML page about training runs from their folders: curves, pictures, settings, costs and faults.
 
     python report.py runs/vae-demo                               # writes runs/vae-demo/report.html
-    python report.py runs/vae runs/vae-lr3e-4 --output both.html # the runs laid over one another
+    python report.py runs/vae runs/vae-lr3e-4 --output both.html # compares runs: their curves in the same axes
     python report.py runs/vae --watch                            # serves the page on this machine while the run goes on
 
 The page needs no network and no server: it can be sent by mail and opened on a phone. It reads run folders of all
@@ -40,11 +40,11 @@ def build_parser() -> ArgumentParser:
         help="page to write; an older report there is replaced, any other file is not (default: report.html in the "
         "first RUN)")
     parser.add_argument("--pictures", type=positive_int, default=12, metavar="N",
-        help="updates of each run whose pictures are shown: the first, the last, and others evenly between them")
+        help="number of updates of each run whose pictures are shown: the first, the last, and others evenly between")
     parser.add_argument("--watch", action="store_true",
         help="write no file, but serve the page to this machine until Ctrl-C; it shows what runs write meanwhile")
     parser.add_argument("--port", type=non_negative_int, metavar="PORT",
-        help="port for --watch (default: one that is free)")
+        help="port for --watch (default: any free port)")
     # fmt: on
     return parser
 

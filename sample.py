@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tandem.weights.load import Trained
 
 MOST_BYTES = 1 << 30  # of a file with conditions
-MODELS = ("model", "guide_with")
+MODELS = ("model", "guide_with")  # flags that name a model
 DIMS = {"image_embed": 2, "text_encodings": 3}  # name of a condition -> dimensions of a batch of it
 
 
@@ -58,9 +58,9 @@ class Config(ClipFlags, Sampling):
         title="conditions",
     )
     prompt_file: str | None = flag(None, "draw for each line of this text file", FILE)
-    image_embeddings: str | None = flag(None, "draw for each row of this .npy, (n, d)", FILE)
-    text_embeddings: str | None = flag(None, "draw for each text of this .npy of encodings, (n, tokens, d)", FILE)
-    count: int = flag(1, "pictures for each condition; without conditions, pictures of a model that takes none", size)
+    image_embeddings: str | None = flag(None, "draw for each row of this .npy of image embeddings, (n, d)", FILE)
+    text_embeddings: str | None = flag(None, "draw for each row of this .npy of text encodings, (n, tokens, d)", FILE)
+    count: int = flag(1, "pictures to draw for each condition; for a model without conditions, pictures in all", size)
     seed: int = flag(0, "seed of the noise", non_negative_int)
     start_at_unet: int = flag(1, "first Unet, from 1; a later one enlarges --images", positive_int)
     stop_at_unet: int | None = flag(None, "last Unet (default: all)", positive_int)
@@ -75,15 +75,21 @@ class Config(ClipFlags, Sampling):
         requires=given("images", "DIR"),
     )
     resample_times: int = flag(
-        5, "repeats of each step, so that old and new parts fit (RePaint)", positive_int, requires=given("masks", "DIR")
+        5,
+        "repeats of each step, so that old and new parts fit (RePaint, Lugmayr et al. 2022)",
+        positive_int,
+        requires=given("masks", "DIR"),
     )
     guide_with: str | None = flag(
-        None, "guide away from a weaker model, not the unconditional one (Karras et al. 2024)", FOLDER, requires=GUIDED
+        None,
+        "guide away from this weaker model, not from the unconditional prediction (Karras et al. 2024)",
+        FOLDER,
+        requires=GUIDED,
     )
     clip: str | None = flag(
         None,
-        "model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the size of "
-        "the last Unet, as in training",
+        "model of open_clip that encodes --prompts, or --images, of which then others like them are drawn; not with "
+        "--masks or --start_at_unet",
         NAME,
         title="embeddings",
     )
@@ -174,6 +180,7 @@ def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, proces
 
 
 def image_names(images: Any) -> list[str]:
+    """The names of a set of images; [] for None."""
     return [images.name(index) for index in range(len(images or []))]
 
 
@@ -240,7 +247,9 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
             raise ValueError(f"{source.flag} has no effect: the Unets that draw take {requires}{hint}")
         if len(source.labels) != len(sources[0].labels):
             counts = (len(source.labels), len(sources[0].labels))
-            raise ValueError(f"{counts[0]} of {source.flag} and {counts[1]} of {sources[0].flag}: give one for each")
+            raise ValueError(
+                f"{source.flag} gives {counts[0]} conditions and {sources[0].flag} {counts[1]}: give as many"
+            )
     if widths and not chosen:
         raise ValueError("the model needs a condition: give --prompts, --image_embeddings or --text_embeddings")
     for name, source in chosen.items():
@@ -287,7 +296,7 @@ def hash_inputs(
 
     hashes = {}
     for name, model in trained.items():
-        hashes[name] = hashlib.sha256(json.dumps(model.about, sort_keys=True).encode()).hexdigest()
+        hashes[name] = hashlib.sha256(json.dumps(model.identity, sort_keys=True).encode()).hexdigest()
     for name in ("image_embeddings", "text_embeddings", "clip", "clip_weights"):
         if (path := getattr(args, name)) and (name != "clip" or path.lower().endswith(".json")):
             hashes[name] = sha256_of([Path(path)])

@@ -1,5 +1,5 @@
-"""What setuptools cannot be told in pyproject.toml: the scripts, configs/, docs/ and scripts/ stand beside the package
-tandem in a checkout, and inside of it when installed."""
+"""Puts the scripts, configs/, docs/ and scripts/ into the package tandem when it is installed; in a checkout they stand
+beside it. pyproject.toml cannot express this, and has all other options."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Write the tables of docs/coming_from.md: python scripts/coming_from.py
 
-Each heading "## WHAT IS PUBLIC: SCRIPT" there is followed by a table of tandem/config/public_names.yaml, whose defaults
+Each heading "## PUBLIC SCRIPT: SCRIPT" there is followed by a table of tandem/config/public_names.yaml, whose defaults
 here are those of the script's flags. The other lines of the page stay.
 """
 

@@ -92,9 +92,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processes", type=int, nargs="+", default=[2], help="numbers of processes to compare with one"
     )
-    parser.add_argument("--script", choices=list(SMALL_MODELS), default="train_vae.py", help="what to train")
-    parser.add_argument("--batch_parts", type=int, default=0, help="of the script: no difference is allowed then")
-    parser.add_argument("--launchers", default="", help="only those whose names hold this text, such as zero3")
+    parser.add_argument("--script", choices=list(SMALL_MODELS), default="train_vae.py", help="training script to run")
+    parser.add_argument(
+        "--batch_parts",
+        type=int,
+        default=0,
+        help="--batch_parts of the script, with which all losses must have the same bits",
+    )
+    parser.add_argument("--launchers", default="", help="only launchers whose names contain this text, such as zero3")
     parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of the script")
     args = parser.parse_args(argv)
     flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODELS[args.script].split()

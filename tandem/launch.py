@@ -55,11 +55,12 @@ def inference_parser(
         add = parser.add_argument_group("from and to").add_argument
         add("--model", required=True, metavar="DIR", help=model_help)
         add("--output", "--output_dir", required=True, metavar="DIR",
-            help="folder to write; an incomplete one is continued")
+            help="folder to write; if it is there and incomplete, it is continued")
         add("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
     parser.add_config(config)
     add = parser.add_argument_group("computation").add_argument
-    add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
+    add("--batch_size", type=size, default=batch_size, metavar=unit,
+        help=f"{unit.lower()} per forward pass of a process")
     add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
         help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
     add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
@@ -126,8 +127,8 @@ def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{source} does not describe a {model['model']}: {error!r}") from None
     flags = parser.adopt(args, values, source)
-    lines = [f"as {source} has it: {' '.join(flags)}"] if flags else []
-    return lines + ([f"assumed of {source}, which does not say it: {model['assumed']}"] if "assumed" in model else [])
+    lines = [f"architecture of {source}: {' '.join(flags)}"] if flags else []
+    return lines + ([f"assumed of {source}: {model['assumed']}"] if "assumed" in model else [])
 
 
 def restore_architecture(parser: ArgumentParser, args: argparse.Namespace, resumed: Mapping[str, Any]) -> list[str]:
@@ -151,7 +152,7 @@ def restore_architecture(parser: ArgumentParser, args: argparse.Namespace, resum
         raise ValueError(f"{run}/config.yaml does not describe the run: {error!r}; restore it") from None
     unset_values = {name: value for name, value in values.items() if name not in args.explicit}
     flags = parser.adopt(args, unset_values, f"{run}/config.yaml")
-    lines = [f"as {run} has it: {' '.join(flags)}"] if flags else []
+    lines = [f"architecture of {run}: {' '.join(flags)}"] if flags else []
     if str(origin).partition("@")[0] != args.init_from.partition("@")[0]:
         start_text = f"from {origin}" if origin else "without --init_from"
         lines.append(

@@ -78,7 +78,7 @@ def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     whole = open_model(run / "model", "DiscreteVAE")
     assert_same_bits(whole.model, load_file(run / "model" / "model.safetensors"))
-    assert whole.about["weights_sha256"] == sha256_of([run / "model" / "model.safetensors"])
+    assert whole.identity["weights_sha256"] == sha256_of([run / "model" / "model.safetensors"])
     (unfinished := tmp_path / "unfinished").mkdir()
     for name in ("config.yaml", "checkpoints"):
         (unfinished / name).symlink_to(run / name)
@@ -93,7 +93,7 @@ def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(
         assert_same_bits(found.model, whole.model.state_dict())
         assert not found.model.training
         if path.is_dir():  # the file says less of how the model is trained
-            assert found.about == whole.about
+            assert found.identity == whole.identity
     assert not list((tmp_path / "temporary").iterdir()), "a killed process would leave it"
     with pytest.raises(ValueError, match="nowhere: it does not exist; expected a run folder"):
         open_model("nowhere")
@@ -135,7 +135,7 @@ def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp
         converted("export", run, "--to", kind, out, "--force")
         assert files(tmp_path) != before
         other = "dalle" if kind == "model" else "model"
-        assert "another kind" in refused("export", run, "--to", other, out, "--force")
+        assert f"--to {other} writes a" in refused("export", run, "--to", other, out, "--force")
     line = refused("export", tmp_path / "model", "--to", "model", tmp_path / "other", "--weights", "online")
     assert "one set of weights" in line and not (tmp_path / "other").exists()
     assert_same_bits(FORMATS["dalle"].load(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))

@@ -317,10 +317,8 @@ def test_a_line_and_the_file_say_how_many_of_the_samples_a_model_was_trained_on(
         printed = capsys.readouterr().out
         counts = {name: found.get("trained_on") for name, found in report["models"].items()}
         for name, count in counts.items():
-            assert (f"{name} was trained on {count} of these {report['samples']}" in printed) == bool(count)
-            none = (
-                f"{name} was trained on none of these {report['samples']} by their paths: its data is {data / 'images'}"
-            )
+            assert (f"{name} was trained on {count} of these {report['samples']} samples" in printed) == bool(count)
+            none = f"{name} was trained on none of these {report['samples']} samples: its data is {data / 'images'}"
             assert (none in printed) == (count == 0 and "--held_out_of" not in said)
         return counts
 
@@ -345,21 +343,23 @@ def test_where_the_data_of_a_run_cannot_be_compared_a_line_says_why(
         return capsys.readouterr().out, report["models"][str(model)].get("trained_on")
 
     said, count = printed(drawn, "--image_folder", "demo:shapes:20")
-    assert f"on how many of these 20 {drawn} was trained is not known: demo:shapes:20 and the run's data" in said
+    assert (
+        f"it is unknown on how many of these 20 samples {drawn} was trained: demo:shapes:20 and the run's data" in said
+    )
     assert count is None
-    assert "the names that it had" not in printed(of_files, "--held_out_of", of_files)[0]
+    assert "the split has changed" not in printed(of_files, "--held_out_of", of_files)[0]
     (tmp_path / "images" / "added.png").write_bytes(next((data / "others").iterdir()).read_bytes())
     for measured in (["--held_out_of", of_files], ["--image_folder", "images"]):
         said, count = printed(of_files, *measured)
-        assert said.count(f"the data of {of_files} does not have the names that it had in training") == 1
-    assert "the names that it had" not in printed(of_files, "--image_folder", data / "others")[0], "no file is shared"
+        assert said.count(f"files in the data of {of_files} were added") == 1
+    assert "the split has changed" not in printed(of_files, "--image_folder", data / "others")[0], "no file is shared"
     monkeypatch.chdir(data)
     assert f"its data is {data / 'images'}" in printed(of_files, "--image_folder", data / "others")[0]
     for file in sorted((tmp_path / "images").iterdir())[3:]:
         file.unlink()
     monkeypatch.chdir(tmp_path)
     said, count = printed(of_files, "--image_folder", "images")
-    assert f"on how many of these 3 {of_files} was trained is not known: " in said and count is None
+    assert f"it is unknown on how many of these 3 samples {of_files} was trained: " in said and count is None
 
 
 # What is said and shown.
@@ -375,7 +375,7 @@ def test_the_table_and_the_picture_show_where_models_differ(
     assert heading == ["--resize", "ours", "PSNR", "SSIM", "codes", "used", "perplexity", "samples/s"]
     assert (a[0], b[0]) == (str(at / "a"), str(at / "b"))
     assert a[1] == f"{values(report, at / 'a')['psnr']:.2f}" and a[4:6] == ["of", "512"]
-    assert said[-1].endswith("without the weights that they need: LPIPS (--lpips_weights), rFID and IS (--fid_weights)")
+    assert said[-1].endswith("their weights are not given: LPIPS (--lpips_weights), rFID and IS (--fid_weights)")
 
     images = torch.stack([prepared(at / "photos" / name) for name in IMAGES])
     made = [model.decode(model.encode(images)).clamp(0, 1) for model in (vqgan(0), vqgan(1))]

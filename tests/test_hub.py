@@ -230,15 +230,15 @@ def test_the_cache_stands_in_for_a_hub_without_an_answer_and_a_line_says_so(
     for failure, reason in ((500, "HTTP 500"), ("cut", "no answer")):
         hub.failure = failure
         said = bob.trains_from(NAME)
-        (line,) = [line for line in said.splitlines() if "taking" in line]
-        assert reason in line and f"taking {NAME} from the cache, commit {sha}" in line
+        (line,) = [line for line in said.splitlines() if "is read from the cache" in line]
+        assert reason in line and f"{NAME} is read from the cache, commit {sha}" in line
         assert bob.init_from == f"{NAME}@{sha}"
         shutil.rmtree(bob.folder / "new")
     hub.failure = 401  # an answer
     assert "HTTP 401" in bob.trains_from(NAME, "fails")
     requests = len(hub.requests)
     assert "HF_HUB_OFFLINE" in bob.trains_from("alice/never_seen", "fails", HF_HUB_OFFLINE="1")
-    assert "taking" not in bob.trains_from(NAME, HF_HUB_OFFLINE="1")  # it was asked for
+    assert "from the cache" not in bob.trains_from(NAME, HF_HUB_OFFLINE="1")  # it was asked for
     assert bob.init_from == f"{NAME}@{sha}" and len(hub.requests) == requests
 
 

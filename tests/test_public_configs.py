@@ -194,7 +194,7 @@ def test_the_configuration_of_imagenet_becomes_the_recipe_that_was_made_of_it_by
     assert {k: new[k] for k in new.keys() - said_by_one} == {k: recipe[k] for k in recipe.keys() - said_by_one}
     assert {line.split()[2] for line in lost} == {"data.train.target", "data.validation"}  # here, data are files
     assert all(line.startswith("left out: ") for line in lost)
-    assert of_rate.startswith("learning_rate 0.000432 is base_learning_rate 4.5e-06 x batch_size 96, as in main.py")
+    assert of_rate.startswith("learning_rate 0.000432 is base_learning_rate 4.5e-06 x batch_size 96, as in taming")
     assert (new["epochs"], new["seed"]) == (1000, 23)
 
 
@@ -298,7 +298,7 @@ def test_of_a_whole_latent_diffusion_the_autoencoder_is_taken(translate: Transla
              "params": {"timesteps": 1000, "first_stage_config": stage}}  # fmt: skip
     flags, said = translate({**TAMING, "model": whole})
     assert flags["codebook_size"] == 1024 and not {"learning_rate", "batch_size", "gan_weight"} & flags.keys()
-    words = ("LatentDiffusion: its first_stage_config is read", "give --batch_size and", "it says no losses")
+    words = ("LatentDiffusion: its first_stage_config is read", "give --batch_size and", "it has no losses")
     assert all(any(word in line for line in said) for word in words)
 
 

@@ -232,7 +232,7 @@ def test_what_a_run_says_that_it_adopts_can_be_said_on_a_command_line(
         tmp_path / "model", Generator.from_dict({"image_size": 16, "dim": 8, "num_resnet_blocks": [1], **model})
     )
     VQGAN.start_from(start, tmp_path / "run", "--discr_layers", "2")
-    _, line = next(line for line in capsys.readouterr().out.splitlines() if "has it: " in line).split("has it: ")
+    _, line = next(line for line in capsys.readouterr().out.splitlines() if "architecture of" in line).split(": ")
     VQGAN.start_from(start, tmp_path / "again", "--discr_layers", "2", *line.split())
 
 

@@ -41,7 +41,7 @@ class GANFlags:
 
     train: str = flag(
         "all",
-        "what is trained: all, or the decoder alone; encoder and codes or latents then stay those of --init_from",
+        "what is trained: the whole model, or the decoder alone, for the codes or latents of --init_from",
         choices=("all", "decoder"),
         title="model",
         fixed_on_resume=True,
@@ -51,7 +51,7 @@ class GANFlags:
     )
     discr_layers: int = flag(
         4,
-        "halvings of the image by the discriminator; its side must be at least 4 x 2^N pixels",
+        "halvings of the image by the discriminator; the image's side must be at least 4 x 2^N pixels",
         size,
         fixed_on_resume=True,
     )
@@ -77,12 +77,12 @@ class GANFlags:
     )
     gan_weight: float | str = flag(
         "adaptive",
-        "weight of the generator's adversarial loss: a number, or adaptive, which makes the gradients of "
-        "adversarial and reconstruction loss equally large at the last layer, before --gan_weight_scale",
+        "weight of the generator's adversarial loss: a number, or adaptive, which makes the gradients of adversarial "
+        "and reconstruction loss equally large at the last layer; --gan_weight_scale multiplies either",
         number_or("adaptive"),
     )
     gan_weight_max: float = flag(
-        1e4, "an adaptive --gan_weight is at most this", positive_float, requires=when("gan_weight", "adaptive")
+        1e4, "upper limit of an adaptive --gan_weight", positive_float, requires=when("gan_weight", "adaptive")
     )
     gan_weight_scale: float = flag(  # `validate` replaces the default
         None,
@@ -116,7 +116,7 @@ class GANFlags:
 
     lpips_weights: str | None = flag(
         None,
-        "report LPIPS on the validation split with these weights: a file, a folder, or published, which fetches them",
+        "report LPIPS on the validation split by these weights: a file, a folder, or published, which fetches them",
         FILE,
         title="evaluation",
         requires=VALIDATION,
@@ -139,21 +139,21 @@ class GANFlags:
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Refuse --train decoder without a model, and fill in --discr_dim and --gan_weight_scale. Published trainers
-        have a scale of 1 and a perceptual loss; without one, an adversarial gradient as large as that of the pixel loss
-        degrades the reconstruction."""
+        have a scale of 1 and a perceptual loss. Without a perceptual loss, an adversarial gradient as large as that of
+        the pixel loss degrades the reconstruction."""
         if args.train == "decoder" and not args.init_from:
             parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
         args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)
         if args.gan_weight_scale is None:
-            is_without_perceptual = args.gan_weight == "adaptive" and args.perceptual == "none"
-            args.gan_weight_scale = 0.1 if is_without_perceptual else 1.0
+            is_reduced = args.gan_weight == "adaptive" and args.perceptual == "none"
+            args.gan_weight_scale = 0.1 if is_reduced else 1.0
 
 
 def perceptual_loss_warning(args: GANFlags) -> str | None:
-    """A line that warns about a run without a perceptual loss; None for a run that has it."""
+    """A warning, of one line, about a run without a perceptual loss; None for a run with one."""
     if args.perceptual != "none":
         return None
     line = "no perceptual loss (--perceptual none): reconstructions will be smoother than with one"
     if args.gan_weight == "adaptive" and args.gan_weight_scale > _MAX_SCALE_WITHOUT_PERCEPTUAL:
-        line += f"; --gan_weight_scale {args.gan_weight_scale:g} is for a run with one: try 0.1 (docs/vqgan.md)"
+        line += f"; --gan_weight_scale {args.gan_weight_scale:g} suits runs with that loss: try 0.1 (docs/vqgan.md)"
     return line

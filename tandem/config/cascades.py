@@ -25,7 +25,7 @@ def per_unet(
     """A flag that takes one value for all Unets, or one for each. `expand_per_unet` turns the former into the latter.
 
     Args:
-        first: The value of the first Unet if one value is given for several; None: that value.
+        first: The value of the first Unet if one value is given for several Unets; None: the same value.
         options: Further arguments of `flag`.
     """
     field = flag(default, help, convert, nargs="+", **options)

@@ -55,7 +55,7 @@ def read_flags(
             file_keys = [str(node.value).replace("-", "_") for node, _ in nodes]
             suggestion = hint(name, list(flags), file_keys)
             if isinstance(value_node, yaml.MappingNode) and not suggestion.startswith(":"):
-                suggestion = f": it holds keys of its own, and a config holds flags; {_CONVERSION_ADVICE}"
+                suggestion = f": it holds keys of its own, and the values of flags do not; {_CONVERSION_ADVICE}"
             raise ValueError(f"{position}: unknown key {key!r}{suggestion}")
         action = flags[name]
         if action.dest in keys:
@@ -118,7 +118,7 @@ def _convert_scalar(node: yaml.Node, action: argparse.Action) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError(f"expected a single value, got {_describe(node)}")
     if getattr(convert, "convert", convert) is str and node.tag in (_BOOL, _NULL):
-        raise ValueError(f"expected text, quoted where YAML reads a word otherwise; got {_describe(node)}")
+        raise ValueError(f"expected text, and YAML reads {_describe(node)} as another type; put it in quotes")
     try:
         value = convert(node.value)
     except argparse.ArgumentTypeError as error:

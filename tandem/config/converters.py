@@ -68,7 +68,7 @@ PATH, FILE, FOLDER, NAME = (Converter(metavar, str) for metavar in ("PATH", "FIL
 _from_1 = partial(_parse_int, minimum=1, expected="a whole number above 0")
 _from_0 = partial(_parse_int, minimum=0, expected="a whole number, 0 or more")
 positive_int, non_negative_int = Converter("N", _from_1), Converter("N", _from_0)
-several = Converter("N", partial(_parse_int, minimum=2, expected="a whole number above 1"))
+int_above_1 = Converter("N", partial(_parse_int, minimum=2, expected="a whole number above 1"))
 step_count, step_count_or_0 = Converter("UPDATES", _from_1), Converter("UPDATES", _from_0)
 
 # Whole numbers of things that each take memory or time. Numbers beyond the memory of any machine are refused, so that a

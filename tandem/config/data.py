@@ -14,10 +14,10 @@ from .converters import (
     digit_count,
     fraction,
     frame_rate,
+    int_above_1,
     non_negative_int,
     positive_float,
     positive_int,
-    several,
     size,
 )
 from .fields import DATA, Requirement, flag, given, when, without
@@ -27,8 +27,8 @@ _EXAMPLE_FOLDERS = {"image_folder": "photos/", "video_folder": "clips/", "audio_
 
 @dataclass
 class DatasetFlags:
-    """Flags of every script: a user's own dataset, which replaces the flag `data_flag`; the order of samples in shards;
-    and the cache of shards from servers."""
+    """Flags of every training script: a user's own dataset, which replaces that of `data_flag`; the order of samples in
+    shards; and the cache of shards from servers."""
 
     data_flag: ClassVar[str]
 
@@ -58,7 +58,7 @@ class DatasetFlags:
         50.0,
         "size of --cache_dir in GB; the shards that were read longest ago are deleted",
         positive_float,
-        requires=given("cache_dir", "FOLDER"),
+        requires=given("cache_dir", "DIR"),
     )
 
     @classmethod
@@ -79,7 +79,7 @@ def data_path(config: DatasetFlags, data_flag: str) -> str:
 
 
 def _has_files(args: Any, *folders: str) -> bool:
-    """Whether samples of any of these flags come from files."""
+    """Whether the samples of one of these flags come from files, not from a demonstration."""
     return any(not (getattr(args, name, None) or "demo:").startswith("demo:") for name in folders)
 
 
@@ -165,7 +165,8 @@ class ConditionedImageFlags(ImageFlags):
     )
     text_embeddings: str | None = flag(
         None,
-        "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
+        "text encodings, a .npy (n, tokens, d) for each tar, named as --image_embeddings are (default: those beside "
+        "the images, KEY.text_emb.npy)",
         PATH,
         aliases="text_embeddings_url",
         requires=(when("condition_on", "text"), without("clip")),
@@ -205,7 +206,7 @@ class VideoFlags(PictureFlags):
     frame_stride: int = flag(1, "take every N-th frame of the file", positive_int, requires=without("fps"))
     short_clips: str = flag(
         "repeat",
-        "a video that is shorter than a clip is repeated, held at its last frame, or left out",
+        "what becomes of a video that is shorter than a clip: it is repeated, held at its last frame, or left out",
         choices=("repeat", "hold", "skip"),
         requires=Requirement(DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder")),
     )
@@ -222,7 +223,10 @@ class VideoFlags(PictureFlags):
         PATH,
     )
     image_every: int = flag(
-        4, "with --image_folder, every N-th update is one of images", several, requires=given("image_folder", "PATH")
+        4,
+        "every N-th update trains on the images of --image_folder",
+        int_above_1,
+        requires=given("image_folder", "PATH"),
     )
     num_videos_save: int = flag(3, "clips in a sample picture; at most a batch if there is no validation split", size)
 

@@ -31,13 +31,13 @@ class DecoderFlags:
 
     image_cond_drop_prob: float = flag(
         0.1,
-        "share of samples trained without image embedding (guidance)",
+        "share of samples trained without image embedding, for guidance",
         fraction,
         requires=CONDITIONED_ON_IMAGE,
         title="conditions",
     )
     text_cond_drop_prob: float = flag(
-        0.5, "share of samples trained without text (guidance)", fraction, requires=CONDITIONED_ON_TEXT
+        0.5, "share of samples trained without text, for guidance", fraction, requires=CONDITIONED_ON_TEXT
     )
     train_unets: list[int] | None = flag(
         None,
@@ -57,11 +57,14 @@ class DecoderFlags:
         [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, aliases="wd"
     )
     n_evaluation_samples: int = flag(
-        0, "pictures of the validation split to draw and evaluate by the metrics below", size_or_0, title="evaluation"
+        0,
+        "number of validation samples for which pictures are drawn and evaluated (--fid_weights, --lpips_weights)",
+        size_or_0,
+        title="evaluation",
     )
     evaluate_every_n_steps: int = flag(
         0,
-        "updates between two evaluations; 0: only at the end",
+        "updates between two evaluations of drawn pictures; 0: only at the end",
         step_count_or_0,
         requires=above_0("n_evaluation_samples"),
     )
@@ -82,14 +85,14 @@ class DecoderFlags:
     )
     random_crop_sizes: list[int] = per_unet(
         [0],
-        "train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of "
-        "all upsampling Unets, in a list the first is 0",
+        "train the upsampling Unets on random crops of this side; 0: on whole pictures; in a list of all Unets, the "
+        "first value is 0",
         pixels_or_0,
         first=0,
     )
     min_snr_gamma: float = flag(
         5.0,
-        "of min_snr (Hang et al. 2023)",
+        "gamma of min_snr (Hang et al. 2023)",
         positive_float,
         title=SAME_FOR_ALL,
         requires=when("loss_weight", "min_snr"),
@@ -107,7 +110,8 @@ class DecoderFlags:
     time_sampling: str = flag("uniform", "distribution of noise levels", choices=("uniform", "logit_normal"))
     logit_normal: list[float] = flag(
         [0.0, 1.0],
-        "of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise",
+        "mean and standard deviation of the logit of the noise level with --time_sampling logit_normal; a mean above 0 "
+        "gives more noise",
         any_float,
         nargs=2,
         metavar=("MEAN", "STD"),
@@ -116,11 +120,11 @@ class DecoderFlags:
     stratified_times: bool = flag(
         True, "spread the noise levels of a batch evenly: less variance, the same expectation"
     )
-    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, requires=_BLURRED_CONDITION)
+    blur_prob: float = flag(0.5, "share of smaller pictures that are blurred", fraction, requires=_BLURRED_CONDITION)
     blur_sigma: list[float] = flag(
         [0.6],
-        "width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least "
-        "and the greatest, between which it is drawn for each sample",
+        "standard deviation of the blur of a smaller picture, by a kernel of 3 x 3 of its pixels: one number, "
+        "or the least and the greatest, between which it is drawn for each sample",
         positive_float,
         nargs="+",
         metavar="PIXELS",

@@ -45,7 +45,7 @@ def given(flag: str, what: str) -> Requirement:
 
 
 def without(flag: str) -> Requirement:
-    """The flag is not given: it would decide the same thing."""
+    """The flag is not given, because it would decide the same thing."""
     return Requirement(flag, "", lambda args: not getattr(args, flag))
 
 
@@ -69,7 +69,7 @@ class Flag:
 
 
 def identity(value: Any) -> Any:
-    """The value."""
+    """The value itself: what `Flag.fixed_on_resume` compares of most flags."""
     return value
 
 
@@ -143,14 +143,14 @@ def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any
         options["type"] = convert or str.lower
     for former_name, (present_name, convert_value) in FORMER_SETTINGS.items():
         if present_name == name:
-            former_options = {**options, "type": _composed(convert_value, options["type"])} if convert else options
+            former_options = {**options, "type": _compose(convert_value, options["type"])} if convert else options
             former = group.add_argument(f"--{former_name}", dest=name, default=default, **former_options)
             former.help = argparse.SUPPRESS
     names = [f"--{alias}" for alias in (name, *spec.aliases)]
     return group.add_argument(*names, dest=name, default=default, help=spec.help, **options)
 
 
-def _composed(convert_value: Callable[[Any], Any], convert: Callable[[str], Any]) -> Callable[[str], Any]:
+def _compose(convert_value: Callable[[Any], Any], convert: Callable[[str], Any]) -> Callable[[str], Any]:
     """The converter of a flag's former name: of its text, then of its value (`tandem.io.renamed`)."""
 
     def convert_text(text: str) -> Any:
@@ -197,7 +197,7 @@ class ModelConfig:
 
     @classmethod
     def fill_in(cls, args: Any) -> None:
-        """Set the arguments of a run to the fields of their configuration, which has filled in what they leave out."""
+        """Set a run's arguments to the fields of their configuration, whose `__post_init__` derives missing ones."""
         config = cls.from_args(args)
         vars(args).update({name: getattr(config, name) for name in specs_of(cls)})
 

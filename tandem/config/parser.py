@@ -23,11 +23,11 @@ from .shell import HelpAll, Version, complete, short_help
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
 
-# Seconds. A launcher ends all processes when the first one fails, so the others wait until the root has printed its
-# error. If they still run much later, the root has no error.
-_ROOT_DELAY, _OTHERS_DELAY = 2.0, 10.0
+# Seconds that the other processes wait until the root has printed its error, because a launcher ends all processes when
+# the first one fails. If they still run after the longer delay, the root has no error.
+_AGREED_DELAY, _OWN_DELAY = 2.0, 10.0
 
-# Flags of real runs: with one of these and no data the command is refused instead of running the demonstration.
+# Flags of real runs: a command with one of these and no data is refused, and does not run the demonstration.
 _NEEDS_DATA = ("config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings")
 
 _UNSET = object()
@@ -102,7 +102,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if self._raises:
             raise ValueError(message)
         if not self._is_root():
-            time.sleep(_ROOT_DELAY if is_agreed else _OTHERS_DELAY)
+            time.sleep(_AGREED_DELAY if is_agreed else _OWN_DELAY)
         if self._is_root() or not is_agreed:
             self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
         exit_process(MISTAKE)
@@ -169,7 +169,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 flag = f"--{self.data_flag}"
                 self.error(
                     f"--{aliases[name]} {values[name]} alone does not say what to train on: give {flag} PATH as well, "
-                    f"or {flag} {self.get_default(data[0])}, which this script makes itself"
+                    f"or {flag} {self.get_default(data[0])}, samples that this script makes itself"
                 )
             values["config"] = os.fspath(demonstration)
             settings, keys = self._read_config_file(values["config"])
@@ -315,7 +315,7 @@ class ArgumentParser(argparse.ArgumentParser):
         values = value if isinstance(value, list) else [value]
         value_text = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in values)
         state = f"without --{other}" if value is None else f"with --{other} {value_text}"
-        advice = f"it out, or give --{other} {requirement.value}" if requirement.value else "out one of them"
+        advice = f"it out, or give --{other} {requirement.value}" if requirement.value else "out one of the two"
         self.error(f"--{args.aliases_used.get(flag, flag)} has no effect {state}; leave {advice}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:

@@ -44,9 +44,8 @@ class ClipFlags:
 
     clip: str | None = flag(
         None,
-        "compute embeddings from images and texts with this model of open_clip, such as ViT-L-14-quickgelu, "
-        "or the path of its open_clip_config.json; longer captions than it takes are cut off at its last "
-        "token",
+        "compute embeddings of images and texts with this model of open_clip, such as ViT-L-14-quickgelu, or the path "
+        "of its open_clip_config.json; captions that are longer than its context are cut off",
         NAME,
         title="embeddings",
         requires=Requirement(
@@ -57,8 +56,8 @@ class ClipFlags:
     )
     clip_weights: str | None = flag(
         None,
-        "weights for --clip: a file of safetensors or a plain state dict, or the name that open_clip has for published "
-        "ones, such as laion2b_s32b_b82k, which are fetched once (default: openai)",
+        "weights for --clip: a file (safetensors or a plain state dict), or open_clip's name of published ones, such "
+        "as laion2b_s32b_b82k, which are fetched once (default: openai)",
         FILE,
         requires=given("clip", "NAME"),
     )
@@ -79,8 +78,8 @@ class ScheduleFlags:
 
     lr_schedule: str = flag(
         "constant",
-        "after the warm-up, keep the learning rate, or let it fall along a cosine to 0, of a VQGAN to a tenth; "
-        "--lr_cosine alone: cosine",
+        "learning rate after the warm-up: constant, or falling along a cosine to 0, in train_vqgan.py to a tenth; "
+        "--lr_cosine without a value means cosine",
         _parse_shape,
         choices=tuple(SHAPES),
         aliases="lr_cosine",
@@ -96,7 +95,7 @@ class RateFlags(ScheduleFlags):
 
     learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", aliases="lr")
     lr_warmup_steps: int = flag(
-        0, "linear warm-up from 0, at most half of the run", step_count_or_0, aliases="warmup_steps"
+        0, "updates of linear warm-up from 0, at most half of the run", step_count_or_0, aliases="warmup_steps"
     )
 
 
@@ -129,12 +128,12 @@ _WANDB = when("report_to", "wandb")
 
 @dataclass
 class RunFlags:
-    """Flags of every script."""
+    """Flags of every training script."""
 
     invocation: Invocation = field(default_factory=Invocation)
     output_dir: str = flag(
         "runs/",
-        "run folder; a run in it goes on",
+        "run folder; a run that is in it already is resumed",
         FOLDER,
         title="run",
         aliases=("results_folder", "checkpoints_folder"),
@@ -143,8 +142,8 @@ class RunFlags:
     fresh: bool = flag(False, "start over; a run in --output_dir is renamed to DIR.old-N")
     dry_run: bool = flag(
         False,
-        "make three updates, a validation, a picture and a checkpoint in a folder of their own, say what "
-        "they and the whole run take, and delete them",
+        "make three updates, a validation, a picture and a checkpoint in a temporary folder, print the time and memory "
+        "that they and the whole run take, and delete the folder",
     )
     seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
     epochs: float = flag(
@@ -155,15 +154,15 @@ class RunFlags:
     )
     max_steps: int | None = flag(
         None,
-        "updates after which the run ends, if --epochs does not end it before; as --num_train_steps without --epochs, "
-        "this number alone ends it",
+        "updates after which the run ends, if --epochs does not end it before; given as --num_train_steps, and without "
+        "--epochs, this number alone ends it",
         step_count,
         aliases="num_train_steps",
     )
     max_minutes: float | None = flag(
         None,
-        "after so many minutes of all starts make a last update and finish, with validation, picture and model, if "
-        "--epochs or --max_steps would last longer; those still set the schedule of the learning rate",
+        "end the run, with a last validation, picture and model, when it has taken this long over all its starts, if "
+        "--epochs and --max_steps have not ended it; the schedule of the learning rate still follows those two",
         positive_float,
         metavar="MINUTES",
     )
@@ -178,14 +177,15 @@ class RunFlags:
     ema_power: list[float] | None = flag(
         None,
         "averages of the weights that grow with the run, instead of --ema_decay: the standard deviation of "
-        "each one's profile as a fraction of the run, such as 0.05 0.10; every save writes them to "
-        "snapshots/ too, so that convert.py average can choose another length afterwards; the run keeps the "
-        "first one (default: none)",
+        "each one's profile as a fraction of the run, such as 0.05 0.10; the model of the run is the first one, and "
+        "every save writes all to snapshots/, from which convert.py average makes other lengths (default: none)",
         average_length,
         nargs="+",
     )
     max_skipped_updates: int = flag(
-        20, "updates skipped in a row, because loss or gradient is not finite, before the run stops", step_count_or_0
+        20,
+        "end the run after so many skipped updates in a row; an update is skipped if loss or gradient is not finite",
+        step_count_or_0,
     )
     precision: str = flag(
         "fp32",
@@ -199,26 +199,28 @@ class RunFlags:
     num_workers: int = flag(
         2, "loader processes per training process; 0: load in the training process", worker_count, title="data loading"
     )
-    valid_fraction: float = flag(0.05, "fraction held out for validation; 0: none", fraction, aliases="valid_frac")
+    valid_fraction: float = flag(
+        0.05, "fraction of the data held out for validation; 0: none", fraction, aliases="valid_frac"
+    )
     valid_folder: str | None = flag(
-        None, "another set of the same kind, all of which is the validation split, instead of --valid_fraction", PATH
+        None, "data of the same kind that are all used for validation, instead of --valid_fraction", PATH
     )
     split_seed: int | None = flag(
         None, "seed that chooses the validation split (default: --seed)", non_negative_int, aliases="random_split_seed"
     )
     valid_samples: int | None = flag(
         None,
-        "samples of the validation split that a validation sees, always the same ones and at least a batch; "
-        "at the end of the run the whole split is measured besides; 0: the whole split each time (default: "
-        "a tenth of the samples that are trained on between two validations)",
+        "samples of the validation split in each validation, always the same ones and at least a batch; 0: the whole "
+        "split, which is also measured at the end of the run (default: a tenth of the samples that are trained on "
+        "between two validations)",
         non_negative_int,
         metavar="SAMPLES",
         aliases="validation_samples",
     )
     on_bad_sample: str = flag(
         "replace",
-        "if a file cannot be read, replace it by the next sample, or stop with an error; accept: take what "
-        "Pillow can read of an image that is cut off, and replace all others",
+        "what to do about a file that cannot be read: replace it by the next sample, or stop with an error; accept: "
+        "take what Pillow can read of an image that is cut off, and replace all others",
         choices=("replace", "accept", "error"),
     )
     log_every_n_steps: int = flag(
@@ -238,20 +240,20 @@ class RunFlags:
     )
     profile_steps: tuple[int, int] | None = flag(
         None,
-        "record these updates, counted from 1, with torch.profiler; the trace and a table come into "
-        "profile/ in the run folder",
+        "record these updates, counted from 1, with torch.profiler, and write a trace and a table to profile/ in the "
+        "run folder",
         step_range,
     )
     report_to: tuple[str, ...] = flag(
         (), f"trackers beside metrics.jsonl: none, or a comma list of {', '.join(TRACKERS)}", Names(*TRACKERS)
     )
     wandb_project: str | None = flag(
-        None, "project on Weights & Biases (default: wandb's own choice)", NAME, requires=_WANDB, aliases="project_name"
+        None, "project on Weights & Biases (default: wandb's default)", NAME, requires=_WANDB, aliases="project_name"
     )
     wandb_entity: str | None = flag(None, "user or team of the project (default: wandb's login)", NAME, requires=_WANDB)
     wandb_name: str | None = flag(
         None,
-        "name on Weights & Biases (default: its folder's)",
+        "name of the run on Weights & Biases (default: that of its folder)",
         NAME,
         requires=_WANDB,
         aliases=("run_name", "wandb_run_name"),
@@ -266,13 +268,16 @@ class RunFlags:
     )
     save_every_minutes: float = flag(
         20.0,
-        "save also when the newest checkpoint is older than this; 0, the default with --save_every_n_steps 0: never",
+        "also save when the newest checkpoint is older than this; 0: never (the default if --save_every_n_steps is 0)",
         non_negative_float,
         metavar="MINUTES",
     )
     keep_n_checkpoints: int = flag(3, "keep this number of newest checkpoints and delete older ones", positive_int)
     save_before_minutes: float | None = flag(
-        None, "save and exit with code 75 within this time, for a scheduler's limit", positive_float, metavar="MINUTES"
+        None,
+        "save and exit with code 75 before this process has run so long, for the time limit of a scheduler",
+        positive_float,
+        metavar="MINUTES",
     )
 
     @classmethod
@@ -286,7 +291,7 @@ class RunFlags:
 
 
 def kernel_settings(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any]:
-    """Settings that choose the kernels, and so influence the last bits of a result."""
+    """Settings that decide which kernels run, and therefore change the last bits of a result."""
     device = processes.device.type
     threads = args.cpu_threads if device == "cpu" else None
     return {"precision": args.precision, "deterministic": args.deterministic, "device": device, "cpu_threads": threads}

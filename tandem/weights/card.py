@@ -32,16 +32,17 @@ class Kind:
     """The texts of a card that depend on the model's class alone.
 
     Args:
-        what: "a discrete VAE, which ...": continues "This is".
+        description: "a discrete VAE, which ...": continues "This is".
+        script: The training script.
         data: The flag of the training data, and a noun for the data.
-        use: The command of the installed package that uses the model, with {} for its name.
+        command: The command of the installed package that uses the model, with {} for its name.
         tags: For the Hub's search.
     """
 
-    what: str
+    description: str
     script: str
     data: tuple[str, str]
-    use: str
+    command: str
     tags: tuple[str, ...]
 
 
@@ -93,7 +94,7 @@ def model_card(
     tags = "".join(f"- {tag}\n" for tag in (*kind.tags, "safetensors"))
     sections = [
         f"---\n# license: to be chosen by the author, such as mit or cc-by-4.0\nlibrary_name: tandem\ntags:\n{tags}---",
-        f"# {name.split('/')[-1]}\n\nThis is {kind.what}. Its weights are {weights}.",
+        f"# {name.split('/')[-1]}\n\nThis is {kind.description}. Its weights are {weights}.",
         f"![A sample of the training run]({PICTURE})" if has_picture else "",
         _usage(name, model, kind, version),
     ]
@@ -109,7 +110,7 @@ def public_settings(
     parser: argparse.ArgumentParser, settings: Mapping[str, Any], model_arguments: Collection[str]
 ) -> dict[str, Any]:
     """The settings of a run that may be published: numbers, switches, choices, demonstrations, and arguments of the
-    model."""
+    model without a path."""
     choices = {action.dest: action.choices or () for action in parser._actions}
 
     def is_public(name: str, value: Any) -> bool:
@@ -136,7 +137,7 @@ The model is a folder of `model.safetensors` and `config.json`, written by the P
 {version}. Its commands, with huggingface_hub installed, download the model by its name; in a checkout of its
 sources, `tandem-convert` is `python convert.py`, and the others likewise:
 
-    {kind.use.format(name)}
+    {kind.command.format(name)}
     {installed_command("convert.py")} import {name} runs/more   # prints the command that trains on from these weights
 
 In Python:
@@ -157,8 +158,8 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
     text = (
         f"It was trained on the demonstration `{demonstration}`, which the script draws itself."
         if demonstration
-        else f"It was trained on {data} (`--{flag}`). Which they are, and what is known about their rights and biases, "
-        "is for the author to add here."
+        else f"It was trained on {data} (`--{flag}`). The author should say here which they are, and what is "
+        "known about their rights and biases."
     )
     if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
         text += f" The run saw {samples[0]:,} samples in {counted(samples[1], 'update')} ({epoch[0]:.3g} epochs)."
@@ -196,7 +197,7 @@ def _metrics(metrics: MetricsFile) -> str:
 
 
 def _environment(start: Mapping[str, Any]) -> str:
-    """The section about the last start of the run, "" if it is not known; without hosts, paths and commands."""
+    """The section about the last start of the run, without hosts, paths and commands; "" if the start is unknown."""
     facts: dict[str, Any] = {}
     if machine := describe_placement(start):
         facts["processes"] = f"{machine}, {start.get('precision')}"

@@ -33,7 +33,7 @@ _folders: dict[str, Path] = {}  # name of a model that this process downloaded -
 
 
 def parse_name(name: str) -> tuple[str, str | None] | None:
-    """("USER/NAME", revision or None) from USER/NAME or USER/NAME@REVISION; None for what is no name on the Hub."""
+    """("USER/NAME", revision or None) from USER/NAME or USER/NAME@REVISION; None for any other text."""
     match = _NAME.fullmatch(name)
     if match is None or len(match[1]) > LONGEST_NAME or match[1].endswith(_FILE_ENDINGS) or ".." in name:
         return None
@@ -41,8 +41,8 @@ def parse_name(name: str) -> tuple[str, str | None] | None:
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name means a model on the Hub: it has the form of one, is no path on this machine, and its first part
-    is no folder here, because the path of a run may be misspelt."""
+    """Whether a name means a model on the Hub: it has the form USER/NAME, and is no path on this machine. If USER is a
+    folder here, the name is taken for a misspelt path in it."""
     return parse_name(name) is not None and not os.path.lexists(name) and not os.path.isdir(name.partition("/")[0])
 
 
@@ -81,7 +81,7 @@ def download(name: str) -> Path:
         if not (revision and _COMMIT.fullmatch(revision)):
             try:
                 library.HfApi().model_info(repository, revision=revision, timeout=TIMEOUT_SECONDS)
-            except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
+            except Exception as error:  # of requests or httpx, depending on the version of huggingface_hub
                 if _has_answered(error):
                     raise
                 failure = error
@@ -91,20 +91,20 @@ def download(name: str) -> Path:
         check(folder)  # before gigabytes of another kind of model are downloaded
         library.snapshot_download(repository, revision=folder.name, allow_patterns=_FILES, **options)
         if not (holds_weights(folder) or all(path.is_file() for path in weight_files(folder))):
-            raise ValueError("there is no answer, and the cache does not hold all of it")
+            raise ValueError("it has no weights, or the Hub did not answer and the cache lacks some of them")
     except Exception as error:
         endpoint = library.constants.ENDPOINT
         raise ValueError(
-            f"{name} does not exist here, and cannot be had from the Hub ({endpoint}): {_describe(failure or error)}"
+            f"{name} does not exist here, and is not available on the Hub ({endpoint}): {_describe(failure or error)}"
         ) from None
     if failure and not library.constants.HF_HUB_OFFLINE:
-        say(f"{_describe(failure)}: taking {repository} from the cache, commit {folder.name}")
+        say(f"{_describe(failure)}; {repository} is read from the cache, commit {folder.name}")
     return folder
 
 
 def upload(folder: Path, repository: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
-    """Upload a model folder in one commit, which also deletes the stale files of an earlier model of this repository.
-    Returns its address.
+    """Upload a model folder in one commit, which also deletes the files of an earlier model of this repository that the
+    folder lacks. Returns the address of the commit.
 
     Args:
         branch: To commit to; made if it does not exist. None: main.
@@ -156,6 +156,6 @@ def _describe(error: Exception) -> str:
         return one_line(error)
     if status is None:
         return f"no answer ({type(error).__name__}: {one_line(error)})"
-    login = "; for what is private or gated, log in with `hf auth login`, or set HF_TOKEN"
+    login = "; for a private or gated model, log in with `hf auth login`, or set HF_TOKEN"
     answer = one_line(ValueError(" ".join(str(error).split())))
     return f"the Hub answers HTTP {status}: {answer}{login if status in (401, 403, 404) else ''}"

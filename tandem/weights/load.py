@@ -80,22 +80,22 @@ class Trained(NamedTuple):
     """A trained model with its identity and its tokenizer.
 
     model: In eval mode, on the CPU.
-    about: Its identity: "config", which holds its class as "model" and its constructor arguments, and "weights_sha256",
+    identity: "config", which holds its class as "model" and its constructor arguments, and "weights_sha256",
         the checksum of its files of weights, or of the file that save_pretrained would write.
-    tokenizer: The file of its tokenizer; None for a model without one, or with that of CLIP.
+    tokenizer: The file of its tokenizer; None for a model without a tokenizer, or with that of CLIP.
     """
 
     model: Any
-    about: dict[str, Any]
+    identity: dict[str, Any]
     tokenizer: Path | None
 
 
 def open_model(path: str | Path, *class_names: str) -> Trained:
     """The model at a path that a user gives: a model folder, a run folder or a checkpoint of one, or a public package's
-    file. Of a run folder it is that of `default_weights_path`. Nothing is written.
+    file. Of a run folder, `default_weights_path` is read.
 
     Args:
-        class_names: The classes that are accepted; all without any.
+        class_names: Names of the accepted classes; none: any class.
 
     Raises:
         ValueError: one line, if there is no model, or it is of another kind.
@@ -127,9 +127,9 @@ def load_user_model(path: str | Path, *class_names: str, is_lazy: bool = False) 
 def init_model(
     cls: Any, args: Any, copy_weights: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
-    """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
-    with those of --init_from, copied by `copy_weights` (default: ``cls.load_weights_from``). ``config``: the
-    configuration, if it depends on more than the arguments."""
+    """The model of this class that the arguments of a run describe. Its weights are those of --init_from, copied by
+    `copy_weights` (default: ``cls.load_weights_from``), or without that seeded, the same on every process. ``config``:
+    the configuration, if it depends on more than the arguments."""
     import torch
 
     from tandem.models import build_in_memory
@@ -143,8 +143,8 @@ def init_model(
 
 
 def default_weights_path(path: Path) -> Path:
-    """The path itself; for a run folder its model/, if that is as new as the newest checkpoint, else for a run of
-    train_mulan.py its best/."""
+    """The path itself; but for a run folder its model/, if that is as new as the newest checkpoint, else for a run of
+    train_mulan.py its best/, if there is one."""
     from tandem.models.base import CONFIG_FILE
 
     kind, location = resolve(path)
@@ -171,7 +171,7 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
     if file is not None:
         write_atomically(folder / FILE, read_bytes(file, LONGEST_JSON_BYTES))
     else:
-        (folder / FILE).unlink(missing_ok=True)  # an earlier model's
+        (folder / FILE).unlink(missing_ok=True)  # of an earlier model
     model.save_pretrained(folder)
 
 
@@ -214,8 +214,8 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
 
 
 def init_discriminator(model_class: Any, args: Any) -> Any:
-    """The discriminator of this class that the arguments of a run describe, with seeded weights, the same on every
-    process, or with those in a public file of --init_from that holds one."""
+    """The discriminator of this class that the arguments of a run describe. Its weights are those in the public file of
+    --init_from if that holds a discriminator, else seeded, the same on every process."""
     import torch
 
     from tandem.models import build_in_memory

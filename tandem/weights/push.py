@@ -17,13 +17,13 @@ def add_push(command: Callable[..., Callable[..., Any]], weights: dict[str, Any]
     """Add the command push to convert.py. ``weights``: the options of its --weights."""
     add = command(push, "push", "Upload a model to the Hugging Face Hub, with a model card made from its run.",
                   ("RUN", "run folder, checkpoint or model folder"))  # fmt: skip
-    add("name", metavar="USER/NAME", help="model on the Hub; made if it does not exist")
+    add("name", metavar="USER/NAME", help="model on the Hub; created if it does not exist")
     add("--private", action="store_true", help="make it private")
-    add("--branch", metavar="NAME", help="upload to this branch, which is made if it does not exist (default: main)")
-    add("--message", default="Upload a model", metavar="TEXT", help="of the commit")
+    add("--branch", metavar="NAME", help="upload to this branch, which is created if it does not exist (default: main)")
+    add("--message", default="Upload a model", metavar="TEXT", help="message of the commit")
     add("--no_picture", action="store_true", help="leave out the newest picture of the run, which may show the data")
-    add("--dry_run", metavar="DIR", help="write the folder that would be uploaded to DIR, and upload nothing; a folder "
-        "whose README.md was edited can be pushed in place of RUN")  # fmt: skip
+    add("--dry_run", metavar="DIR", help="write what would be uploaded to DIR, and upload nothing; DIR can then be "
+        "pushed in place of RUN, with an edited README.md")  # fmt: skip
     add("--weights", **weights)
 
 

@@ -284,13 +284,13 @@ OF_MUSE = {"body": "muse", "quantizer": "lfq", "num_layers": 2, "codebook_size":
     ("muse", {**OF_MUSE, "quantizer": "bsq"}, "bsq"),
     ("muse", {**OF_MUSE, "normalize_input": True}, "--no-normalize_input"),
     ("diffusers", {"quantizer": "fsq", "fsq_levels": [3, 3]}, "fsq"), ("diffusers", {"quantizer": "ibq"}, "ibq"),
-    ("diffusers", {"vq_cosine": True}, "without --vq_cosine"), ("taming", {"vq_cosine": True}, "without --vq_cosine"),
+    ("diffusers", {"vq_cosine": True}, "has no --vq_cosine"), ("taming", {"vq_cosine": True}, "has no --vq_cosine"),
     ("llamagen", {"quantizer": "kl"}, "kl"),
     ("llamagen", {"vq_cosine": True, "attention_levels": None}, "--attention_levels 1"),
     ("taming", {"norm_groups": 16}, "32 groups"), ("taming", {"quant_conv": False}, "quant_conv"),
     ("diffusers", {"body": "muse", "num_layers": 2}, "--body taming"),
     ("diffusers", {"quantizer": "kl", "latent_dim": 4, "z_channels": 8}, "z_channels"),
-    ("diffusers", {"ch_mult": [2, 2]}, "--ch_mult that begins with 1"),
+    ("diffusers", {"ch_mult": [2, 2]}, "--ch_mult of a model of diffusers begins with 1"),
 ])  # fmt: skip
 def test_a_model_that_the_public_package_has_not_is_refused(
     to: str, other: dict[str, Any], complaint: str, tmp_path: Path

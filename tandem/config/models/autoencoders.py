@@ -33,7 +33,7 @@ QUANTIZERS = {
 }
 #: Short descriptions of the choices for models whose latents may also be continuous, by name.
 LATENT_KINDS = {**QUANTIZERS, "kl": "or no codes: continuous latents"}
-# Values of flags that a quantizer has by default in its authors' code, where they differ from the flags' defaults.
+# Defaults of flags for a quantizer, those of its authors' code, where they differ from the flags' own defaults.
 _QUANTIZER_DEFAULTS: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
@@ -59,21 +59,21 @@ def check_choices(config: ModelConfig) -> None:
 class DiscreteVAEConfig(ModelConfig):
     """Configuration of a `DiscreteVAE`."""
 
-    image_size: int = flag(128, "a power of two", pixels, fixed_on_resume=True, title="images")
-    transparent: bool = flag(False, "RGBA instead of RGB", title="model", architecture=True)
+    image_size: int = flag(128, "side of the images; a power of two", pixels, fixed_on_resume=True, title="images")
+    transparent: bool = flag(False, "images of 4 channels, RGBA, instead of 3", title="model", architecture=True)
     num_tokens: int = flag(8192, "size of the codebook", size, architecture=True)
     num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, architecture=True)
     num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, architecture=True)
     codebook_dim: int = flag(512, "width of a codebook entry", width, architecture=True, aliases="emb_dim")
     hidden_dim: int = flag(256, "channels of the convolutions", width, architecture=True)
-    smooth_l1_loss: bool = flag(False, "smooth L1 instead of MSE", title="loss and schedules")
+    smooth_l1_loss: bool = flag(False, "smooth L1 loss instead of MSE", title="loss and schedules")
     kl_loss_weight: float = flag(
         0.0,
         "weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions); with "
         "0 the KL is only reported",
         non_negative_float,
     )
-    straight_through: bool = flag(False, "hard codes forward, soft gradient")
+    straight_through: bool = flag(False, "hard codes in the forward pass, with the gradient of the soft ones")
     reinmax: bool = flag(False, "ReinMax gradient estimator; needs --straight_through")
 
 
@@ -82,23 +82,31 @@ class QuantizerConfig(ModelConfig):
     """Configuration of the quantizer of a VQGAN or a video tokenizer. Options of other kinds have no effect."""
 
     quantizer: str = flag(
-        "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", architecture=True
+        "lfq",
+        f"kind of quantizer: {', '.join(QUANTIZERS.values())}",
+        choices=tuple(QUANTIZERS),
+        title="quantizer",
+        architecture=True,
     )
     codebook_size: int = flag(
-        65536, "a power of two for lfq and bsq", size, architecture=True, requires=when("quantizer", *QUANTIZERS)
+        65536,
+        "number of codes; a power of two for lfq, bsq",
+        size,
+        architecture=True,
+        requires=when("quantizer", *QUANTIZERS),
     )
     codebook_dim: int = flag(
         32, "width of a codebook entry (vq, ibq)", width, architecture=True, requires=when("quantizer", "vq", "ibq")
     )
     vq_decay: float = flag(
         0.8,
-        "decay of the averages that are the codebook (vq); with --init_from 0.99",
+        "decay per update of the averages that are the codebook (vq); default with --init_from: 0.99",
         fraction,
         requires=when("quantizer", "vq"),
     )
     vq_cosine: bool = flag(
         False,
-        "take the codebook entry at the smallest angle instead of distance (vq)",
+        "choose the codebook entry by the smallest angle, not the smallest distance (vq)",
         architecture=True,
         requires=when("quantizer", "vq"),
     )
@@ -111,19 +119,22 @@ class QuantizerConfig(ModelConfig):
     )
     fsq_levels: tuple[int, ...] | None = flag(
         None,
-        "levels per dimension, instead of those that make --codebook_size (fsq)",
+        "levels of each dimension (fsq; default: levels whose product is --codebook_size)",
         sizes,
         architecture=True,
         requires=when("quantizer", "fsq"),
     )
     diversity_gamma: float = flag(
-        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, requires=_ENTROPY
+        1.0,
+        "gamma in the formula of --entropy_loss_weight; default of bsq, ibq: 1",
+        non_negative_float,
+        requires=_ENTROPY,
     )
     # Public implementations of LFQ use 100: the entropies then have no gradient for channels beyond +-0.01, so a bit
     # that starts there never changes. On photos, 10 gave better images and more codes in use (docs/quantizers.md).
     inv_temperature: float = flag(
         10.0,
-        "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
+        "inverse temperature of the soft codes in the entropy loss (lfq, bsq); default of bsq: 1",
         positive_float,
         requires=when("quantizer", "lfq", "bsq"),
     )
@@ -143,7 +154,7 @@ class QuantizerLossFlags:
 
     commitment_loss_weight: float = flag(
         0.25,
-        "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
+        "weight of the loss that keeps the encoder near its codes; defaults of bsq: 0, of ibq: 1",
         non_negative_float,
         title="quantizer",
         requires=when("quantizer", "lfq", "bsq", "vq", "ibq"),
@@ -151,17 +162,19 @@ class QuantizerLossFlags:
     entropy_loss_weight: float = flag(
         0.1,
         "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
-        "(lfq, bsq, ibq); ibq: 0.05",
+        "(lfq, bsq, ibq); default of ibq: 0.05",
         non_negative_float,
         requires=_ENTROPY,
     )
     entropy_anneal_factor: float = flag(
         1.0,
-        "at the start, the entropy loss counts this many times --entropy_loss_weight",
+        "factor on --entropy_loss_weight at the start of training",
         positive_float,
         requires=(_ENTROPY, above_0("entropy_anneal_steps")),
     )
-    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", step_count_or_0, requires=_ENTROPY)
+    entropy_anneal_steps: int = flag(
+        0, "updates until --entropy_anneal_factor has fallen to 1", step_count_or_0, requires=_ENTROPY
+    )
 
 
 @dataclass
@@ -169,7 +182,7 @@ class RecomputingConfig(ModelConfig):
     """Configuration of a model that can recompute its layers in the backward pass."""
 
     gradient_checkpointing: bool = flag(
-        False, "compute activations again in the backward pass: slower, and far less memory", title="precision"
+        False, "compute activations again in the backward pass: slower, with far less memory", title="precision"
     )
 
 
@@ -178,9 +191,15 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VQGAN`."""
 
     quantizer: str = flag(
-        "lfq", ", ".join(LATENT_KINDS.values()), choices=tuple(LATENT_KINDS), title="quantizer", architecture=True
+        "lfq",
+        f"kind of quantizer: {', '.join(LATENT_KINDS.values())}",
+        choices=tuple(LATENT_KINDS),
+        title="quantizer",
+        architecture=True,
     )
-    image_size: int = flag(256, "a multiple of 2^num_layers", pixels, fixed_on_resume=True, title="images")
+    image_size: int = flag(
+        256, "side of the images; a multiple of 2^num_layers", pixels, fixed_on_resume=True, title="images"
+    )
     dim: int = flag(
         128, "channels at full resolution; muse: a halving doubles them", width, title="model", architecture=True
     )
@@ -193,14 +212,15 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     )
     num_resnet_blocks: tuple[int, ...] = flag(
         (1,),
-        "residual blocks of the coarsest level, or of each level, finest first; taming: of each level (2), one more in "
-        "the decoder",
+        "residual blocks of the coarsest level, or of each level, finest first; --body taming: one number for all "
+        "levels, by default 2, to which the decoder adds 1",
         sizes,
         architecture=True,
     )
     normalize_input: bool = flag(
         True,
-        "map images to [-1, 1] for the layers, and back; off for a model for muse-maskgit-pytorch",
+        "map images from [0, 1] to [-1, 1] before the encoder, and back after the decoder; off for a model for "
+        "muse-maskgit-pytorch",
         architecture=True,
         requires=when("body", "muse"),
     )
@@ -251,7 +271,11 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     """Configuration of a `VideoTokenizer`."""
 
     image_size: int = flag(
-        128, "a multiple of patch_size x 2^(compress_space layers)", pixels, fixed_on_resume=True, title="images"
+        128,
+        "side of the frames; a multiple of patch_size x 2^(compress_space layers)",
+        pixels,
+        fixed_on_resume=True,
+        title="images",
     )
     layers: str = flag(
         _LAYERS,
@@ -263,7 +287,7 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
         architecture=True,
     )
     init_dim: int = flag(64, "channels before the first layer", width, architecture=True)
-    max_dim: int | None = flag(None, "no layer has more channels (default: no limit)", width, architecture=True)
+    max_dim: int | None = flag(None, "most channels of a layer (default: no limit)", width, architecture=True)
     input_kernel: int = flag(7, "side of the first convolution's kernel", size, architecture=True)
     output_kernel: int = flag(3, "side of the last convolution's kernel", size, architecture=True)
     residual_kernel: int = flag(3, "side of the residual layers' kernels", size, architecture=True)
@@ -300,7 +324,7 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     )
     soft_clamp: float = flag(
         10.0,
-        "lfq gets X tanh(z / X) instead of z; 0: z",
+        "the quantizer gets X tanh(z / X) in place of the latents z (lfq), with X this number; 0: z",
         non_negative_float,
         architecture=True,
         requires=when("quantizer", "lfq"),

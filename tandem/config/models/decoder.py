@@ -48,8 +48,8 @@ class UnetConfig(ModelConfig):
         dim_mults: A number for each level. Each level but the last halves the sides; with memory_efficient, each does.
         cond_dim: Width of the tokens that the blocks attend to; None: dim.
         num_resnet_blocks: Blocks on the way down and up besides the first: one number, or one for each level.
-        self_attn: Self-attention at the end of a level, 1, or not, 0: one value, or one for each level. The middle
-            always has it.
+        self_attn: 1 for self-attention at the end of a level, 0 for none: one value, or one for each level. The middle
+            always has self-attention.
         sparse_attn: Linear attention at the end of each level without self-attention.
         attn_heads, attn_dim_head: Number and size of the heads of self-attention and of linear attention.
         cross_attn_heads, cross_attn_dim_head: Those of the attention to tokens. DALLE2-pytorch has 8 and 64.
@@ -160,12 +160,15 @@ class DecoderConfig(RecomputingConfig):
         [(0,)], "self-attention at the end of a level: 0 or 1, for all levels or for each", sizes, architecture=True
     )
     attn_heads: list[int] = per_unet([16], "heads of self-attention", size, architecture=True)
-    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, architecture=True)
+    attn_dim_head: list[int] = per_unet([32], "width of a head of self-attention", width, architecture=True)
     cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, architecture=True)
-    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, architecture=True)
+    cross_attn_dim_head: list[int] = per_unet([64], "width of a head of that attention", width, architecture=True)
     resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, architecture=True)
     switches: list[tuple[str, ...]] = per_unet(
-        [()], f"none, or a comma list of {', '.join(_SWITCHES)}", Names(*_SWITCHES), architecture=True
+        [()],
+        f"variants of the layers: none, or a comma list of {', '.join(_SWITCHES)}",
+        Names(*_SWITCHES),
+        architecture=True,
     )
     condition_on: tuple[str, ...] = flag(
         ("image",),
@@ -192,7 +195,7 @@ class DecoderConfig(RecomputingConfig):
     )
     noise_schedule: list[str] = per_unet(
         ["cosine"],
-        "how the signal-to-noise ratio falls over the noise levels",
+        "schedule by which the signal-to-noise ratio falls over the noise levels",
         choices=SCHEDULES,
         title=ONE_EACH,
         architecture=True,
@@ -207,20 +210,20 @@ class DecoderConfig(RecomputingConfig):
         metavar="0|1",
         architecture=True,
     )
-    timesteps: int = flag(1000, "noise levels", size, title=SAME_FOR_ALL, architecture=True)
+    timesteps: int = flag(1000, "number of noise levels", size, title=SAME_FOR_ALL, architecture=True)
     zero_terminal_snr: bool = flag(
         True, "the highest noise level is noise alone (Lin et al. 2023)", fixed_on_resume=True
     )
     lowres_condition: str = flag(
         "blur",
-        "how an upsampling Unet's condition is degraded in training, so that it tolerates errors of the Unet before",
+        "degradation of the smaller picture in training, so that an upsampling Unet tolerates errors of the one before",
         choices=LOWRES_CONDITIONS,
         fixed_on_resume=True,
         requires=SEVERAL_UNETS,
     )
     lowres_noise_level: float = flag(
         0.2,
-        "noise of the condition when sampling, a share of its 1000 levels",
+        "noise level of the smaller picture in sampling, as a fraction of its 1000 levels",
         fraction,
         requires=when("lowres_condition", "noise"),
     )
@@ -234,7 +237,7 @@ class DecoderConfig(RecomputingConfig):
         if self.clip is not None:
             names = self.clip if isinstance(self.clip, dict) else {}
             if names.keys() != _CLIP_KEYS or not all(isinstance(text, str) and text for text in names.values()):
-                raise ValueError(f"clip {str(self.clip)[:80]}: it has to say {', '.join(sorted(_CLIP_KEYS))} of a CLIP")
+                raise ValueError(f"clip {str(self.clip)[:80]}: it needs {', '.join(sorted(_CLIP_KEYS))} of a CLIP")
         expand_per_unet(type(self), self)
         self.cond_dim = self.cond_dim or list(self.dim)
         for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
@@ -335,7 +338,8 @@ class Sampling(ModelConfig):
     )
     dynamic_thresholding: float = flag(
         0.0,
-        "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
+        "in each step, scale the predicted picture so that this quantile of its absolute values is in range, such as "
+        "0.95; 0: clip to the range",
         fraction,
         aliases="dynamic_thres_percentile",
     )

@@ -27,7 +27,7 @@ from .autoencoders import RecomputingConfig, check_choices
 from .towers import AUDIO_KINDS, SAMPLE_RATE, TEXT_KINDS, check_tower, max_tokens
 
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
-_TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # requirements: the tower is not pretrained
+_TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # requirements that the tower is not pretrained
 _BANDS = (when("spectrogram", "log_mel"), _AUDIO)
 _MUSICLM_FIXED = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
 _MUSICLM_WINDOWS = {"n_fft": 128, "win_length": 24, "hop_length": 12}
@@ -52,7 +52,7 @@ class MuLaNConfig(RecomputingConfig):
         architecture=True,
         title="model",
     )
-    dim_latent: int = flag(128, "width of the common space", width, architecture=True)
+    dim_latent: int = flag(128, "width of the space that sounds and texts share", width, architecture=True)
     sample_rate: int = flag(
         16000, "all sounds are resampled to this rate", size, metavar="HZ", title="sounds and texts", architecture=True
     )
@@ -102,7 +102,7 @@ class MuLaNConfig(RecomputingConfig):
     )
     spectrogram_padding: str = flag(
         "silence",
-        "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
+        "padding of a sound before its spectrogram: silence, or the sound itself, mirrored",
         choices=("silence", "reflect"),
         architecture=True,
         requires=_AUDIO,
@@ -110,7 +110,7 @@ class MuLaNConfig(RecomputingConfig):
     )
     n_mels: int = flag(64, "number of mel bands", size, architecture=True, requires=_BANDS)
     fmin: float = flag(
-        0.0, "where the mel bands begin", non_negative_float, metavar="HZ", architecture=True, requires=_BANDS
+        0.0, "lowest frequency of the mel bands", non_negative_float, metavar="HZ", architecture=True, requires=_BANDS
     )
     fmax: float | None = flag(
         None,
@@ -141,25 +141,26 @@ class MuLaNConfig(RecomputingConfig):
         None, "width of a head of the text tower (default: --dim_head)", width, architecture=True, requires=_TEXT
     )
     ff_mult: int = flag(
-        4, "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU", size, architecture=True
+        4,
+        "inner width of the feed-forwards as a multiple of the tower's, before GEGLU takes 2/3 of it",
+        size,
+        architecture=True,
     )
-    attn_dropout: float = flag(
-        0.0, "part of the attention weights, and of the outputs of attention, that is dropped in training", fraction
-    )
-    ff_dropout: float = flag(0.0, "part of the inner numbers of the feed-forwards dropped in training", fraction)
+    attn_dropout: float = flag(0.0, "dropout of the attention weights and of the outputs of attention", fraction)
+    ff_dropout: float = flag(0.0, "dropout of the inner activations of the feed-forwards", fraction)
     patch_size: int = flag(
         16, "side of a patch of the spectrogram", size, metavar="BINS", architecture=True, requires=_AUDIO
     )
     patch_dropout: float = flag(
         0.25,
-        "part of the patches that is left out in training",
+        "fraction of the patches that is left out in training",
         fraction,
         aliases="patch_dropout_prob",
         requires=_AUDIO,
     )
     hierarchical_layers: int = flag(
         0,
-        "apply the loss to the outputs of this number of layers before the last, too",
+        "apply the loss to the outputs of so many layers before the last as well",
         size_or_0,
         architecture=True,
         aliases="hierarchical_contrastive_loss_layers",
@@ -218,7 +219,7 @@ class MuLaNConfig(RecomputingConfig):
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         for name in ("text_tower", "audio_tower"):
             if model.get(name) and not getattr(args, name):
-                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
+                raise ValueError(f"{args.init_from} has a pretrained tower: give the file of that tower as --{name}")
         arguments = super().architecture_of(model, args)
         arguments |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
         if "assumed" in model:  # a file of musiclm-pytorch: flags may set what it lacks
@@ -229,8 +230,8 @@ class MuLaNConfig(RecomputingConfig):
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
-        """For the layout "musiclm", set its fixed values, and its windows unless a flag sets one. Fill in the sizes
-        that no flag sets."""
+        """For the layout "musiclm", set the values that it requires and, unless a flag sets a window, its windows. Then
+        fill in the sizes that no flag sets."""
         if args.layout == "musiclm":
             windows = {} if args.explicit & _MUSICLM_WINDOWS.keys() else _MUSICLM_WINDOWS
             for name, value in {**_MUSICLM_FIXED, **windows}.items():
@@ -263,7 +264,7 @@ class MuLaNConfig(RecomputingConfig):
             raise ValueError(f"clip_seconds {self.clip_seconds} is no positive length")
         visible = (1 - self.time_mask_fraction) * (1 - self.frequency_mask_fraction)
         if visible <= self.patch_dropout:
-            problem = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
+            problem = f"the largest masks leave {visible:.2g} of a spectrogram, all of which could be dropped"
             advice = "lower it, time_mask_fraction or frequency_mask_fraction"
             raise ValueError(f"patch_dropout {self.patch_dropout}: {problem}; {advice}")
         if not -math.inf < self.init_logit_scale <= math.log(MAX_SCALE):
@@ -273,7 +274,7 @@ class MuLaNConfig(RecomputingConfig):
             raise ValueError(f"init_bias {self.init_bias} is not finite")
         for name, fixed in _MUSICLM_FIXED.items() if self.layout == "musiclm" else ():
             if (value := getattr(self, name)) != fixed:
-                raise ValueError(f"{name} {value}: layout musiclm has {fixed} alone; leave it out")
+                raise ValueError(f"{name} {value}: layout musiclm has only {fixed}; leave it out")
         text, audio = self.text_tower, self.audio_tower
         if self.layout == "musiclm" and (text or audio):
             raise ValueError(f"{'text' if text else 'audio'}_tower is for layout tandem; musiclm has its own towers")
@@ -287,7 +288,7 @@ class MuLaNConfig(RecomputingConfig):
             raise ValueError(f"max_text_tokens {self.max_text_tokens}: {tower_limit}; lower it")
         if audio and self.sample_rate != SAMPLE_RATE:
             raise ValueError(
-                f"sample_rate {self.sample_rate}: the audio tower hears sounds of {SAMPLE_RATE} Hz; use that"
+                f"sample_rate {self.sample_rate}: the audio tower takes sounds of {SAMPLE_RATE} Hz; use that"
             )
 
 
@@ -304,7 +305,7 @@ class TowerFlags:
     )
     text_tower_quick_gelu: bool = flag(
         False,
-        "--text_tower is the state dict of a model with quick_gelu, as OpenAI's",
+        "the model in the state dict --text_tower has the activation quick_gelu, as those of OpenAI",
         requires=given("text_tower", "PATH"),
     )
     audio_tower: str | None = flag(
@@ -313,11 +314,11 @@ class TowerFlags:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Take the tokenizer that is in the folder of the text tower, unless one is given."""
+        """Take the tokenizer in the folder of the text tower, unless --tokenizer is given."""
         if args.text_tower and "tokenizer" not in args.explicit:
             folder = Path(args.text_tower).expanduser()
             if (folder / "tokenizer.json").is_file():
                 args.tokenizer = str(folder / "tokenizer.json")
             elif folder.is_dir() and not (folder / "open_clip_config.json").is_file():
                 tower = f"--text_tower {args.text_tower}"
-                parser.error(f"{tower} has no tokenizer.json: give --tokenizer, or clip for CLIP's")
+                parser.error(f"{tower} has no tokenizer.json: give --tokenizer FILE, or --tokenizer clip")

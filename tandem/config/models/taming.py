@@ -12,7 +12,7 @@ from tandem.config.converters import any_float, non_negative_float, positive_flo
 from tandem.config.fields import ModelConfig, flag, given, when
 
 TAMING, KL = "taming", "kl"
-SCALE_IS_MEASURED = "scale_is_measured"  # in config.json: the scale follows from averages among the weights
+SCALE_IS_MEASURED = "scale_is_measured"  # key in config.json: the scale follows from averages among the weights
 _IS_TAMING = when("body", TAMING)
 _LARGEST_SCALE = 1e6
 
@@ -31,15 +31,15 @@ class BodyConfig(ModelConfig):
     )
     ch_mult: tuple[int, ...] = flag(
         (1, 1, 2, 2, 4),
-        "channels of each level in units of --dim, finest first; every level but the last halves the side",
+        "channels of each level as multiples of --dim, finest first; every level but the last halves the side",
         sizes,
         architecture=True,
         requires=_IS_TAMING,
     )
     attention_levels: tuple[int, ...] | None = flag(
         None,
-        "levels with attention after each residual block, 0 is full resolution (default: none; the middle has one); "
-        "attn_resolutions 16 of a resolution of 256 is level 4",
+        "levels with attention after each residual block; level 0 has full resolution (default: none but the middle); "
+        "taming's attn_resolutions [16] at a resolution of 256 is level 4",
         sizes,
         architecture=True,
         requires=_IS_TAMING,
@@ -56,7 +56,7 @@ class BodyConfig(ModelConfig):
     )
     force_upcast: bool = flag(
         True,
-        "write force_upcast for --to diffusers, which then decodes in fp32 where all else is fp16",
+        "force_upcast in the file of convert.py export --to diffusers: it decodes in fp32 in a pipeline of fp16",
         fixed_on_resume=True,
         requires=_IS_TAMING,
     )
@@ -81,8 +81,8 @@ class LatentConfig(ModelConfig):
     )
     scaling_factor: float | None = flag(
         None,
-        "factor of a generator's latents, after --shift_factor is subtracted (kl; default: 1 / their "
-        "standard deviation, measured over the training images)",
+        "a diffusion model gets (latent - shift_factor) x scaling_factor (kl; default: 1 / the standard deviation of "
+        "the latents, measured over the training images)",
         positive_float,
         fixed_on_resume=True,
         requires=when("quantizer", KL),
@@ -92,7 +92,7 @@ class LatentConfig(ModelConfig):
         "mean of the latents (kl; default: 0 beside --scaling_factor, else measured)",
         any_float,
         fixed_on_resume=True,
-        requires=(when("quantizer", KL), given("scaling_factor", "X")),
+        requires=(when("quantizer", KL), given("scaling_factor", "NUMBER")),
     )
 
     @classmethod

@@ -46,7 +46,7 @@ def first_position(config: Mapping[str, Any]) -> int:
 def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
     """Raise ValueError, in one line, unless this is the configuration of a tower of these kinds."""
     if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
-        raise ValueError(f"this is no configuration of a tower of the kind {' or '.join(kinds)}: {str(config)[:80]}")
+        raise ValueError(f"{str(config)[:80]} is no configuration of a tower of the kind {' or '.join(kinds)}")
     for name in _AUDIO_SIZES if kinds is AUDIO_KINDS else _TEXT_SIZES:
         check_whole(f"a tower's {name}", config.get(name))
     if config["hidden_size"] % config["num_attention_heads"]:
@@ -67,4 +67,4 @@ def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
             raise ValueError(f"a patch of {config['patch_size']} is larger than a spectrogram of this tower")
         mean, std = config.get("mean"), config.get("std")
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, std)) or not std:
-            raise ValueError(f"mean {mean!r} and std {std!r} of an audio tower cannot normalise")
+            raise ValueError(f"mean {mean!r} and std {std!r} of an audio tower cannot normalise a spectrogram")

@@ -14,9 +14,9 @@ from tandem.config.converters import did_you_mean
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
-# Beginnings of the notes of keys all of whose values are used or have no effect. Any other note says why values other
-# than the default have no counterpart.
-_USED = ("--", "convert.py config reads it", "leave it out")
+# A note that begins with one of these is of a key that may have any value: it is used, or has no effect. Any other note
+# is the reason why values other than the default have no counterpart.
+_ANY_VALUE_NOTES = ("--", "convert.py config reads it", "leave it out")
 
 Section = Mapping[str, Any]
 Flags = dict[str, tuple[str, Any]]
@@ -31,7 +31,10 @@ def supported_values(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any
     with a counterpart, for keys of which the other package's default is not the only one."""
     rows_by_key = {row.key: row for row in rows if "." in row.key}
     return {
-        key: (None if row.flag or row.note.startswith(_USED) else equivalents.get(key, (read_default(row),)), row.note)
+        key: (
+            None if row.flag or row.note.startswith(_ANY_VALUE_NOTES) else equivalents.get(key, (read_default(row),)),
+            row.note,
+        )
         for key, row in rows_by_key.items()
     }
 
@@ -59,7 +62,7 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
             else:
                 values, reason = supported.get(name) or supported[f"{prefix}*"]
                 if values is not None and value not in (None, "", *values):
-                    yield f"{location} {short(value)}: {reason}"
+                    yield f"{location} {shorten(value)}: {reason}"
 
     return check_section(config, "", "")
 
@@ -79,17 +82,17 @@ def get_section(config: Section, *names: str) -> Section:
 def require_mapping(value: Any, name: str) -> Section:
     """A section of a configuration, {} for null. Raises ValueError, in one line, if it is no mapping."""
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name} {short(value)}: give a mapping of keys to values")
+        raise ValueError(f"{name} {shorten(value)}: give a mapping of keys to values")
     return value or {}
 
 
-def number(value: Any, name: str) -> float:
+def require_number(value: Any, name: str) -> float:
     """The value. Raises ValueError, in one line that names its key, if it is no number from 0 up."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} {short(value)}: expected a number, 0 or more")
+        raise ValueError(f"{name} {shorten(value)}: expected a number, 0 or more")
     return value
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """A value, shortened for a message; for a class with its options, the class."""
     return " ".join(str(value.get("target", value) if isinstance(value, dict) else value).split())[:60]

@@ -50,7 +50,7 @@ def read_dalle(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tens
     check_sizes(path, state.values())
     arguments = {key: hparams[key] for key in HPARAMS}
     if (channels := arguments.pop("channels")) not in (3, 4):
-        raise ValueError(f"images of {str(channels)[:24]} channels; a DiscreteVAE has 3 or 4")
+        raise ValueError(f"its images have {str(channels)[:24]} channels; those of a DiscreteVAE have 3 or 4")
     arguments["transparent"] = channels == 4
     check_arguments(arguments, state)
     return arguments, state

@@ -40,6 +40,7 @@ _PARTS = {
     "ups": ("first", "blocks", "attention", "after"),
 }
 _SELF_ATTENTION = re.compile(r"((?:downs|ups)\.\d+\.attention|mid_attn)\.")
+# In public models these weights include the factor image_embed_scale.
 _SCALED_WEIGHTS = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
 
 
@@ -161,14 +162,11 @@ def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[
         tables = _schedule_tables(model)
         check_sizes(path, [*tables.values(), *(tensor for unet in unets.values() for tensor in unet.values())])
         decoder = decoder_part(content["config"] if "config" in content else _read_config_beside(path))
-        for _ in plain_values("its configuration", decoder):
-            pass
+        list(plain_values("its configuration", decoder))  # raises ValueError for a hostile one
         if max(unets) >= len(decoder["unets"]):
             raise ValueError(f"it holds unet {max(unets) + 1}, and its configuration has {len(decoder['unets'])}")
         if missing := sorted(set(range(max(unets))) - set(unets)):
-            raise ValueError(
-                f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, on whose pictures that works"
-            )
+            raise ValueError(f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, whose pictures it enlarges")
         if option := next(unsupported_options(decoder), None):
             raise ValueError(option)
         config = decoder_config(decoder, len(unets))
@@ -188,7 +186,8 @@ def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[
 
 
 def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:
-    """Whether the last level is noise alone. The tables of the schedules show it, their names do not."""
+    """Whether the last level is noise alone, which follows from the tables of noise levels, not from the names of the
+    schedules."""
     for index, table in tables.items():
         if len(table) != config.timesteps:
             raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
@@ -197,7 +196,7 @@ def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bo
         if all(_matches(Schedule.from_name(name, len(x), zero_terminal_snr=ends_at_zero_snr), x) for name, x in pairs):
             return ends_at_zero_snr
     names = ", ".join(dict.fromkeys(config.noise_schedule))
-    raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")
+    raise ValueError(f"its noise levels are not those of its schedule {names}, with or without a last level of SNR 0")
 
 
 def _matches(schedule: Schedule, table: Tensor) -> bool:
@@ -226,7 +225,7 @@ def _schedule_tables(model: Any) -> dict[int, Tensor]:
 
 def _split_by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, Tensor]]:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise ValueError("its weights are no dict of names")
+        raise ValueError("its weights are no dict of names and tensors")
     unets: dict[int, dict[str, Tensor]] = {}
     for name, tensor in state.items():
         if match := pattern.fullmatch(name):
@@ -234,7 +233,7 @@ def _split_by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, 
                 raise ValueError(f"its {name[:80]} is not a tensor")
             unets.setdefault(int(match[1]), {})[match[2]] = tensor
         elif name.startswith("vaes."):
-            raise ValueError("its unets work on the codes of a VQGAN, which this version does not")
+            raise ValueError("its unets draw codes of a VQGAN; only unets that draw pixels can be read")
     if not unets:
         raise ValueError("it holds no weights of unets: their names begin with unets.0.")
     return unets

@@ -72,7 +72,7 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
     is_conditional = not decoder.get("unconditional")
     takes_text = [is_conditional and bool(unet.get("cond_on_text_encodings")) for unet in unets]
     if any(takes_text[1:]):
-        raise ValueError("its unets after the first are conditioned on texts, which those of this version are not")
+        raise ValueError("its unets after the first are conditioned on texts; only the first one can be")
     kinds = {"image": is_conditional, "text": takes_text[0]}
     widths: dict[str, Any] = {
         f"{kind}_embed_dim": first.get(f"{kind}_embed_dim") or width for kind, takes_kind in kinds.items() if takes_kind

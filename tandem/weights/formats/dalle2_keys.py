@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .config_keys import Flags, Section, SupportedValues, get_section, number, read_default, supported_values
+from .config_keys import Flags, Section, SupportedValues, get_section, read_default, require_number, supported_values
 from .dalle2_config import FIXED, UNET_KEYS, decoder_part, values_per_unet
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def supported_keys(rows: Sequence[Row]) -> SupportedValues:
 def default_lines(config: Section, supported: SupportedValues) -> Iterator[str]:
     """A line for each absent key whose default has no counterpart."""
     if (lpips := get_section(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
-        yield f"evaluate.LPIPS.net_type is alex if nothing is said: {supported['evaluate.LPIPS.net_type'][1]}"
+        yield f"evaluate.LPIPS.net_type is alex by default: {supported['evaluate.LPIPS.net_type'][1]}"
 
 
 def flags_from_config(config: Section, rows: Sequence[Row], architecture_flags: Section, processes: int) -> Flags:
@@ -76,7 +76,7 @@ def flags_from_config(config: Section, rows: Sequence[Row], architecture_flags: 
 
 def _data_flags(data: Section, processes: int) -> Flags:
     fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **get_section(data, "splits")}
-    total = sum(number(value, f"data.splits.{name}") for name, value in fractions.items())
+    total = sum(require_number(value, f"data.splits.{name}") for name, value in fractions.items())
     if abs(total - 1) > _SUM_TOLERANCE:
         raise ValueError(f"data.splits: train, val and test add up to {total:g}, not to 1")
     last = data.get("end_shard", _LAST_SHARD)
@@ -85,7 +85,7 @@ def _data_flags(data: Section, processes: int) -> Flags:
         "split_by": ("data.splits", "shard"),
         "valid_fraction": ("data.splits.val", fractions["val"]),
         "test_fraction": ("data.splits.test", fractions["test"]),
-        "batch_size": ("data.batch_size", number(data.get("batch_size", 64), "data.batch_size") * processes),
+        "batch_size": ("data.batch_size", require_number(data.get("batch_size", 64), "data.batch_size") * processes),
         "end_shard": ("data.end_shard", None if last == _LAST_SHARD else last),
         "random_flip": ("data.preprocessing.RandomHorizontalFlip", is_flipped),
     }  # fmt: skip
@@ -98,13 +98,14 @@ def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
     if len(decoder["unets"]) > 1 and _common_value(noisy) is not False and _common_value(blurred) is not False:
         raise ValueError(
             "decoder.use_noise_for_lowres_cond and use_blur_for_lowres_cond: set one of the two to false; the "
-            "other one is for all upsampling Unets"
+            "other then holds for all upsampling Unets"
         )
     steps = [n if n is None or n < timesteps else None for n in values_per_unet(decoder, "sample_timesteps", None)]
     if None in steps and any(steps):
         raise ValueError("decoder.sample_timesteps: give fewer steps than timesteps for all unets, or for none")
     gammas = [
-        number(gamma, "decoder.p2_loss_weight_gamma") for gamma in values_per_unet(decoder, "p2_loss_weight_gamma", 0.0)
+        require_number(gamma, "decoder.p2_loss_weight_gamma")
+        for gamma in values_per_unet(decoder, "p2_loss_weight_gamma", 0.0)
     ]
     if len({gamma for gamma in gammas if gamma}) > 1:
         raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
@@ -134,7 +135,7 @@ def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
 def _training_flags(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
     # DALLE2-pytorch validates at the end of an epoch, whose length depends on the data without epoch_samples.
     key, epoch = "train.save_every_n_samples", train.get("epoch_samples")
-    interval = max(round(number(train.get("save_every_n_samples", 100000), key) / max(batch_size, 1)), 1)
+    interval = max(round(require_number(train.get("save_every_n_samples", 100000), key) / max(batch_size, 1)), 1)
     names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")
     flags: Flags = dict.fromkeys(names, (key, interval))
     flags["valid_samples"] = ("train.validation_samples", train.get("validation_samples") or 0)
@@ -142,14 +143,14 @@ def _training_flags(train: Section, evaluate: Section, batch_size: float, count:
     if not (is_evaluated := any(evaluate.get(name) is not None for name in _METRICS)):
         flags["n_evaluation_samples"] = ("evaluate", None)
     if epoch is not None:
-        updates = math.ceil(number(epoch, "train.epoch_samples") / max(batch_size, 1))
-        epochs = number(train.get("epochs", 20), "train.epochs")
+        updates = math.ceil(require_number(epoch, "train.epoch_samples") / max(batch_size, 1))
+        epochs = require_number(train.get("epochs", 20), "train.epochs")
         flags["max_steps"] = ("train.epoch_samples", math.ceil(epochs * updates))
         flags["validate_every_n_steps"] = ("train.epoch_samples", updates)
         if is_evaluated:
             flags["evaluate_every_n_steps"] = ("train.epoch_samples", updates)
     # ema-pytorch averages every 10 updates.
-    beta = number(train.get("ema_beta", 0.999), "train.ema_beta") ** 0.1
+    beta = require_number(train.get("ema_beta", 0.999), "train.ema_beta") ** 0.1
     flags["ema_decay"] = ("train.ema_beta", round(beta, 8) if train.get("use_ema", True) else 0.0)
     if (mask := train.get("unet_training_mask")) is not None:
         if not isinstance(mask, list) or len(mask) != count or not all(isinstance(element, bool) for element in mask):

@@ -35,7 +35,7 @@ class PublicFormat(NamedTuple):
 
     package: str
     model: str
-    """Class of its models."""
+    """Name of the class of its models."""
     is_format: Callable[[Path], bool]
     read: Callable[[Path, str], Contents]
     """(path, "best", "ema" or "online") -> contents. Raises ValueError, OSError, RuntimeError or IndexError."""
@@ -126,7 +126,9 @@ def detect_format(path: Path) -> PublicFormat:
     if public_format := next((candidate for candidate in FORMATS.values() if candidate.is_format(path)), None):
         return public_format
     if (path.parent / CONFIG_FILE).is_file():
-        raise ValueError(f"{path} is of the model folder that it is in: give {path.parent}")
+        raise ValueError(f"{path} is one file of a model folder: give {path.parent}")
     content = read_content(path)
     names = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
-    raise ValueError(f"{path} holds {names}: no model of {', '.join(FORMATS)} has such names (README, trained weights)")
+    raise ValueError(
+        f"{path} holds {names}: no model of {', '.join(FORMATS)} has such names (see README.md, Trained weights)"
+    )

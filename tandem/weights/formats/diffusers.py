@@ -59,9 +59,9 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     attention = ["Attn" if level in attention_levels else "" for level in levels]
     code_dim, z_channels = code_channels(config)
     if not model.num_codes and z_channels != code_dim:
-        raise ValueError(f"an AutoencoderKL has as many z_channels as a latent has, {code_dim}, not {z_channels}")
+        raise ValueError(f"z_channels of an AutoencoderKL are its latent_dim, {code_dim}, here {z_channels}")
     if config["ch_mult"][0] != 1:
-        raise ValueError(f"a model of diffusers has a --ch_mult that begins with 1, this one's is {config['ch_mult']}")
+        raise ValueError(f"--ch_mult of a model of diffusers begins with 1, not as here {config['ch_mult']}")
     public_config: dict[str, Any] = {
         "_class_name": _CLASSES[config["quantizer"]], "act_fn": "silu",
         "block_out_channels": [config["dim"] * multiple for multiple in config["ch_mult"]],
@@ -88,7 +88,7 @@ def save_folder(model: VQGAN, folder: Path) -> str:
 
 
 def _read_folder(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `Layout.read`."""
+    """See `Layout.read`."""
     arguments = read_folder_config(folder)
     refuse_weights_flag(folder, weights)
     state: dict[str, Tensor] = {}
@@ -115,20 +115,20 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     class_name, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
     if class_name not in _CLASSES.values():
         raise ValueError(
-            f"it holds a {str(class_name)[:80]} of diffusers, and {' and '.join(_CLASSES.values())} are taken"
+            f"it holds a {str(class_name)[:80]} of diffusers; only {' and '.join(_CLASSES.values())} can be read"
         )
     for name, value in _CONSTANTS.items():
         if config.get(name, value) != value:
-            raise ValueError(f"its {name} is {str(config[name])[:80]}, and a VQGAN has {value} alone")
+            raise ValueError(f"its {name} is {str(config[name])[:80]}; only {value} is supported")
     if type(groups) is not int or not 1 <= groups <= _MAX_GROUPS:
-        raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MAX_GROUPS} are possible")
+        raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, not a whole number from 1 to {_MAX_GROUPS}")
     is_kl = class_name == _CLASSES[KL]
     upcast = config.get("force_upcast", is_kl)  # the default of diffusers
     if type(upcast) is not bool:
         raise ValueError(f"its force_upcast is {str(upcast)[:80]}, neither true nor false")
     side = config.get("sample_size", 256)
     if type(side) is not int or not 1 <= side <= _MAX_SIDE:
-        raise ValueError(f"its sample_size is {str(side)[:80]}, and 1 to {_MAX_SIDE} are possible")
+        raise ValueError(f"its sample_size is {str(side)[:80]}, not a whole number from 1 to {_MAX_SIDE}")
     if (scaling := config.get("scaling_factor", _DEFAULT_SCALE)) is None:
         raise ValueError("its scaling_factor is null")
     return {
@@ -138,7 +138,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
 
 
 DIFFUSERS = Layout(
-    "diffusers", _read_folder, ("vq", KL), "{side}_blocks.{index}.{what}", "mid_block.{what}.{before}",
+    "diffusers", _read_folder, ("vq", KL), "{side}_blocks.{index}.{kind}", "mid_block.{kind}.{before}",
     {"block": "resnets", "attn": "attentions", "downsample": "downsamplers.0", "upsample": "upsamplers.0",
      "nin_shortcut": "conv_shortcut", "norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v",
      "proj_out": "to_out.0", "norm_out": "conv_norm_out"},

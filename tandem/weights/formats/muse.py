@@ -68,12 +68,12 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     _check_has_public_form(model)
     last_layer, state = len(model.encoder) - 1, {}
     for name, tensor in weights.items():
-        part, index, rest = name.split(".", 2)
+        part, index, suffix = name.split(".", 2)
         if (part, index) in (("encoder", str(last_layer)), ("decoder", "0")):
-            tensor = tensor[:, :, 0, 0].contiguous() if rest == "weight" else tensor
-            state[f"quantizer.project_{'in' if part == 'encoder' else 'out'}.{rest}"] = tensor
+            tensor = tensor[:, :, 0, 0].contiguous() if suffix == "weight" else tensor
+            state[f"quantizer.project_{'in' if part == 'encoder' else 'out'}.{suffix}"] = tensor
         else:
-            state[f"enc_dec.{part}s.{int(index) - (part == 'decoder')}.{rest}"] = tensor
+            state[f"enc_dec.{part}s.{int(index) - (part == 'decoder')}.{suffix}"] = tensor
     bits = config["codebook_size"].bit_length() - 1
     state["quantizer.mask"] = 2 ** torch.arange(bits - 1, -1, -1)
     arguments = {name: config[name] for name in ("dim", "channels", "codebook_size")}
@@ -92,18 +92,20 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
 def _check_has_public_form(model: VQGAN) -> None:
     config = model.config
     if config["quantizer"] != "lfq":
-        raise ValueError(f"{PACKAGE} has the quantizer lfq alone, and this model has {config['quantizer']}")
+        raise ValueError(f"{PACKAGE} supports only the quantizer lfq; this model has {config['quantizer']}")
     if config["normalize_input"]:
         raise ValueError(
-            f"{PACKAGE} has no layers that see images in [-1, 1], and this model has: train --no-normalize_input"
+            f"{PACKAGE} takes images in [0, 1], and this model maps them to [-1, 1]: train with --no-normalize_input"
         )
     if config["dim"] % _GROUPS:
-        raise ValueError(f"{PACKAGE} demands a dim that is a multiple of {_GROUPS}, and this model has {config['dim']}")
+        raise ValueError(
+            f"{PACKAGE} needs a --dim that is a multiple of {_GROUPS}; that of this model is {config['dim']}"
+        )
     projection = model.encoder[-1]
     if projection.in_channels == projection.out_channels:
         raise ValueError(
-            f"{PACKAGE} has no projections to codes where the last level has as many channels as a code has bits, "
-            f"{projection.in_channels}, and this model has them"
+            f"{PACKAGE} has no layers between the last level and the codes if the level has as many channels as a code "
+            f"has bits ({projection.in_channels}); this model has them"
         )
 
 
@@ -111,7 +113,7 @@ def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discrimina
     """Why a VQGanVAE of this `VQGAN.config` cannot have this discriminator; "" if it can."""
     for name in ("dim", "channels"):
         if discriminator is not None and discriminator.config[name] != config[name]:
-            difference = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {config[name]}"
+            difference = f"its {name} is {discriminator.config[name]}, and a VQGanVAE needs {config[name]}"
             return f"its discriminator is left out: {difference}"
     return ""
 
@@ -155,7 +157,7 @@ def _infer_levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], in
     """Residual blocks per level, finest first; channels at full resolution and of each level; channels of images."""
     dim, channels, *kernel = shape_of(state, "enc_dec.encoders.0.weight", 4)
     if kernel != [5, 5]:
-        raise ValueError(f"its first convolution is {kernel[0]} x {kernel[1]}, and that of a VQGAN is 5 x 5")
+        raise ValueError(f"its first convolution is {kernel[0]} x {kernel[1]}; that of a VQGAN is 5 x 5")
     blocks: list[int] = []
     widths, index = [dim], 1
     while True:
@@ -176,7 +178,7 @@ def _infer_levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], in
 def _infer_bits(state: Mapping[str, Tensor], width: int) -> int:
     """Number of bits of a code. ``width``: channels of the encoder's last level."""
     if any(name.startswith("quantizer._codebook") for name in state):
-        raise ValueError("its codes are of a vector quantizer, and only those of LFQ can be taken over")
+        raise ValueError("its codes are of a vector quantizer; only those of LFQ can be read")
     projection = state.get("quantizer.project_in.weight")
     channels = width if projection is None else len(projection)
     mask = state.get("quantizer.mask")

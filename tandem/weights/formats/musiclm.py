@@ -43,7 +43,7 @@ def musiclm_assumptions(config: Mapping[str, Any]) -> str:
     """A text about the values that such a file lacks, from the model's arguments or `config`."""
     defaults = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
     values = ", ".join(f"{name} {config.get(name, default)}" for name, default in defaults.items())
-    return f"{values}, because the file does not say them"
+    return f"{values}, because the file does not hold them"
 
 
 def save_public_mulan(model: MuLaN, path: Path) -> str:
@@ -57,7 +57,7 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
     """
     config = model.config
     if config["layout"] != "musiclm":
-        raise ValueError(f"{PACKAGE} takes no MuLaN of --layout {config['layout']}: train one of --layout musiclm")
+        raise ValueError(f"{PACKAGE} cannot load a MuLaN of --layout {config['layout']}: train with --layout musiclm")
     state = {**_make_constants(config), **_public_weights(config, on_cpu(model.state_dict()))}
     with replacing_model_file(path) as temporary:
         torch.save(state, temporary)
@@ -201,9 +201,9 @@ def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
     audio_dim, patch = shape_of(state, "audio.to_patch_tokens.2.weight", 2)
     (window,) = shape_of(state, _WINDOW, 1)
     if not 2 <= window <= _MAX_WINDOW:
-        raise ValueError(f"its window has {window} samples, and one of a MuLaN has 2 to {_MAX_WINDOW}")
+        raise ValueError(f"its window has {window} samples; that of a MuLaN has 2 to {_MAX_WINDOW}")
     if math.isqrt(patch) ** 2 != patch:
-        raise ValueError(f"its patches have {patch} numbers, and those of a MuLaN here are squares")
+        raise ValueError(f"its patches have {patch} numbers, so they are no squares; those of a MuLaN are")
     (dim_head,), (text_dim_head,) = (shape_of(state, f"{tower}.transformer.layers.0.0.q_scale", 1) for tower in _TOWERS)
     heads, _ = shape_of(state, "audio.dynamic_pos_bias_mlp.4.weight", 2)
     text_width, _ = shape_of(state, "text.transformer.layers.0.0.to_q.weight", 2)
@@ -212,7 +212,9 @@ def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
     layers = shape_of(state, f"{_LAYERS}.audio_gamma", 3)[0] if f"{_LAYERS}.audio_gamma" in state else 0
     depths = {tower: _infer_depth(state, tower) for tower in _TOWERS}
     if layers >= max(1, *depths.values()):
-        raise ValueError(f"it has heads for {layers} layers of towers of {depths['audio']} and {depths['text']}")
+        raise ValueError(
+            f"it has outputs of {layers} layers below the last; its towers have {depths['audio']} and {depths['text']}"
+        )
     n_fft, side = max(_N_FFT, window), math.isqrt(patch)
     return {
         "n_fft": n_fft, "win_length": window, "hop_length": window // 2, "patch_size": side,

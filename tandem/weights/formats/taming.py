@@ -51,15 +51,15 @@ class Layout(NamedTuple):
     """(path, "best", "ema" or "online") -> the state dict of an autoencoder, and the arguments that cannot be inferred
     from it."""
     quantizers: tuple[str, ...]
-    """Names of its quantizers."""
+    """Names of the quantizers that it has."""
     level: str
-    """Name of a layer of a level; `index` counts the levels in the order in which pictures go through them."""
+    """Template of the name of a layer of a level; `index` counts levels in the order in which pictures pass them."""
     middle: str
-    """Name of a layer between the levels; `order` counts all of them, `before` those of its kind."""
-    words: Mapping[str, str] = MappingProxyType({})
+    """Template of the name of a layer between the levels; `order` counts all of them, `before` those of its kind."""
+    layer_names: Mapping[str, str] = MappingProxyType({})
     """taming's name of a layer or of a part of a layer -> the package's, where they differ."""
-    cosine: tuple[bool, ...] = (False,)
-    """Its values of vq_cosine: whether codes are chosen by their angle."""
+    vq_cosine: tuple[bool, ...] = (False,)
+    """The values of vq_cosine (codes are chosen by their angle) that its models may have."""
     has_matrices: bool = False
     """Whether the projections of an attention are matrices instead of convolutions."""
     key: str = "state_dict"
@@ -69,41 +69,41 @@ class Layout(NamedTuple):
 
 
 def public_name(name: str, layout: Layout, levels: int) -> str:
-    """The name in a public package of a weight that it shares with a `VQGAN` of so many levels."""
+    """The name in a public package of a weight of a `VQGAN` with this number of levels."""
     if name.startswith("quantizer."):
         return _CODEBOOK
-    part, layer, rest = name.split(".", 2)
+    part, layer, suffix = name.split(".", 2)
     if layer.endswith("quant_conv"):
-        return f"{layer}.{rest}"
-    words, match = layout.words, _LAYER.fullmatch(layer)
+        return f"{layer}.{suffix}"
+    names, match = layout.layer_names, _LAYER.fullmatch(layer)
     if match is None:
-        return f"{part}.{words.get(layer, layer)}.{rest}"
+        return f"{part}.{names.get(layer, layer)}.{suffix}"
     side, level, kind, number = match[1], int(match[2] or 0), match[3], match[4]
     before = int(number or 1) - 1
     public_layer = (layout.middle if side == "mid" else layout.level).format(
-        side=side, level=level, index=level if side == "down" else levels - 1 - level, what=words.get(kind, kind),
+        side=side, level=level, index=level if side == "down" else levels - 1 - level, kind=names.get(kind, kind),
         number=number, before=before, order=2 * before + (kind == "attn"),
     )  # fmt: skip
     public_layer += f".{number}" if number and side != "mid" else ""
-    first, _, last = rest.partition(".")
-    return f"{part}.{public_layer}.{words.get(first, first)}.{last}"
+    first, _, last = suffix.partition(".")
+    return f"{part}.{public_layer}.{names.get(first, first)}.{last}"
 
 
 def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     """Write a state dict that the public package loads strictly; the file appears whole or not at all.
 
     Returns:
-        The arguments of the model there that loads the file, which does not hold them.
+        The arguments of the public model that loads the file, which does not hold them.
 
     Raises:
         ValueError: one line, if the public package has no such model.
     """
     state, config = public_state(model, layout), model.config
     if config["norm_groups"] != GROUPS:
-        raise ValueError(f"{layout.package} has {GROUPS} groups in a GroupNorm, this model {config['norm_groups']}")
+        raise ValueError(f"{layout.package} has {GROUPS} groups in a GroupNorm; this model has {config['norm_groups']}")
     levels, last, side = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1, config["image_size"]
     if layout is LLAMAGEN and levels != [last]:
-        raise ValueError(f"{layout.package} has attention at the last level alone: --attention_levels {last}")
+        raise ValueError(f"{layout.package} has attention only at the last level: train with --attention_levels {last}")
     if config["quantizer"] == "ibq":  # so that the file is recognised
         state |= {_EMA_PREFIX + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
     with replacing_model_file(path) as temporary:
@@ -113,10 +113,11 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     if layout is LLAMAGEN:
         text = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
         text += f"{model.num_codes}, codebook_embed_dim {code_dim}, codebook_l2_norm {config['vq_cosine']}"
-        return f"its arguments there: {text}" + ("" if body == _LLAMAGEN_BODY else f"; change its code to {body}")
+        text += "" if body == _LLAMAGEN_BODY else f"; change its code to {body}"
+        return f"load it into {layout.package}'s model of {text}"
     text = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
     text += f"embed_dim {code_dim}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
-    return f"its arguments there: {text}"
+    return f"load it into a model of {text}"
 
 
 def llamagen_assumptions(config: Mapping[str, Any]) -> str:
@@ -135,11 +136,11 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
     """The state dict of a public package, on the CPU. Raises ValueError, in one line, if it has no such model."""
     config, package = model.config, layout.package
     if config["body"] != TAMING:
-        raise ValueError(f"{package} has taming's body, this model {config['body']}'s: train with --body taming")
+        raise ValueError(f"{package} needs --body taming, and this model has --body {config['body']}")
     if config["quantizer"] not in layout.quantizers:
-        raise ValueError(f"{package} has {' and '.join(layout.quantizers)}, and this model has {config['quantizer']}")
-    if config["quantizer"] == "vq" and config["vq_cosine"] not in layout.cosine:
-        raise ValueError(f"{package} has vq without --vq_cosine alone")
+        raise ValueError(f"{package} has only {' and '.join(layout.quantizers)}; this model has {config['quantizer']}")
+    if config["quantizer"] == "vq" and config["vq_cosine"] not in layout.vq_cosine:
+        raise ValueError(f"{package} has no --vq_cosine, and this model was trained with it")
     if model.num_codes and not config["quant_conv"]:
         raise ValueError(f"{package} has a quant_conv beside its codebook, and this model has none")
     state = {name: torch.zeros(length) for name, length in layout.unused.items()}
@@ -175,7 +176,7 @@ def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str
         raise ValueError(f"it holds {unknown[:80]}, which is no weight of such an autoencoder of {layout.package}")
     if missing := next((name for name in names if name not in state), None):
         if ".attn" in missing and not any(".attn." in name for name in state if name.startswith("decoder.up.")):
-            raise ValueError("its decoder has no attention where its encoder has some, as MAR's; no VQGAN is so")
+            raise ValueError("its decoder lacks the attention that its encoder has (as in MAR); a VQGAN has it in both")
         raise ValueError(f"it lacks {missing}, a weight of such an autoencoder of {layout.package}")
     our_state = {
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
@@ -210,7 +211,7 @@ class _AutoencoderNames:
 
 
 def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `Layout.read`. The autoencoder may also be the first stage of a whole latent diffusion, whose file holds the
+    """See `Layout.read`. The autoencoder may also be the first stage of a whole latent diffusion, whose file holds the
     scale of latents."""
     content = read_state_dict(path, _AutoencoderNames())
     prefix = _find_prefix(content)
@@ -219,7 +220,7 @@ def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str,
     average_names = {name: _EMA_PREFIX + name.replace(".", "") for name in state}
     averages = {name: tensors[average_names[name]] for name in state if average_names[name] in tensors}
     if weights == "ema" and not averages:
-        raise ValueError("--weights ema: it holds no moving average; leave it out")
+        raise ValueError("the file holds no moving average: leave out --weights ema")
     arguments: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
     if prefix == _DIFFUSION_PREFIX and "scale_factor" in content:
         arguments["scaling_factor"] = content["scale_factor"].tolist()
@@ -237,7 +238,7 @@ def _find_prefix(state: Mapping[str, Tensor]) -> str:
 
 
 def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `Layout.read`."""
+    """See `Layout.read`."""
     part = {"ema": "ema", "online": "model"}.get(weights, "ema model")
     state = read_state_dict(path, None, part)
     prefix = _find_prefix(state)
@@ -272,16 +273,16 @@ def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, A
         code_dim = shape_of(state, "post_quant_conv.weight", 4)[1] if has_conv else z_channels
         return {**arguments, "quantizer": KL, "latent_dim": code_dim}
     size, code_dim = shape_of(state, _CODEBOOK, 2)
-    is_cosine = True in layout.cosine and bool((state[_CODEBOOK].float().norm(dim=1) > _MIN_ENTRY_NORM).all())
+    is_cosine = True in layout.vq_cosine and bool((state[_CODEBOOK].float().norm(dim=1) > _MIN_ENTRY_NORM).all())
     codebook = {"codebook_size": size, "codebook_dim": code_dim, "vq_cosine": is_cosine}
     return {**arguments, "quantizer": "vq", **codebook}
 
 
 TAMING_LAYOUT = Layout(
-    "taming-transformers and latent diffusion", _read_taming, ("vq", "ibq", KL), "{side}.{level}.{what}",
-    "mid.{what}_{number}",
+    "taming-transformers and latent diffusion", _read_taming, ("vq", "ibq", KL), "{side}.{level}.{kind}",
+    "mid.{kind}_{number}",
 )  # fmt: skip
 LLAMAGEN = Layout(
-    "LlamaGen", _read_llamagen, ("vq",), "conv_blocks.{index}.{what}", "mid.{order}", {"block": "res"},
-    cosine=(True, False), key="model", unused={"quantize.codebook_used": 65536},
+    "LlamaGen", _read_llamagen, ("vq",), "conv_blocks.{index}.{kind}", "mid.{order}", {"block": "res"},
+    vq_cosine=(True, False), key="model", unused={"quantize.codebook_used": 65536},
 )  # fmt: skip

@@ -9,12 +9,21 @@ Weights relative to it are therefore half or a quarter as large here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.converters import did_you_mean
 
-from .config_keys import Flags, Section, SupportedValues, get_section, number, require_mapping, short, supported_values
+from .config_keys import (
+    Flags,
+    Section,
+    SupportedValues,
+    get_section,
+    require_mapping,
+    require_number,
+    shorten,
+    supported_values,
+)
 
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
@@ -42,20 +51,20 @@ def select_autoencoder(config: Section) -> tuple[dict[str, Any], list[str]]:
     flat, notes = _flatten(config), []
     model = require_mapping(flat.get("model"), "model")
     if _FIRST_STAGE in model:
-        whole = f"model.target {_class_name(model)}"
-        notes.append(f"{whole}: its {_FIRST_STAGE} is read, and nothing of what it trains on the latents")
+        name = _class_name(model)
+        notes.append(f"model.target {name}: its {_FIRST_STAGE} is read, and nothing about the model of the latents")
         model = require_mapping(model[_FIRST_STAGE], _FIRST_STAGE)
         flat = {"model": model}
     if (kind := _class_name(model)) not in _MODELS:
         hint = did_you_mean(kind, _MODELS)
-        raise ValueError(f"model.target {short(model.get('target'))}: it is none of {', '.join(_MODELS)}{hint}")
+        raise ValueError(f"model.target {shorten(model.get('target'))}: it is none of {', '.join(_MODELS)}{hint}")
     return flat, notes
 
 
 def supported_keys(rows: Sequence[Row]) -> SupportedValues:
     """The keys for `without_counterpart`; ``rows``: those about train_vqgan.py."""
     return supported_values(rows, _EQUIVALENTS) | {
-        "data.train.*": ((), "of its dataset, which --image_folder replaces")
+        "data.train.*": ((), "an option of its dataset, which --image_folder replaces")
     }
 
 
@@ -101,10 +110,10 @@ def flags_from_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
         rate, batch = model["base_learning_rate"], flags["batch_size"][1]
         notes.append(
             f"learning_rate {flags['learning_rate'][1]:g} is base_learning_rate {rate:g} x batch_size {batch:g}, as in "
-            "main.py there, unless it is told --scale_lr False"
+            "taming's main.py unless it has --scale_lr False"
         )
     else:
-        notes.append("data.batch_size or model.base_learning_rate is not said: give --batch_size and --learning_rate")
+        notes.append("data.batch_size or model.base_learning_rate is missing: give --batch_size and --learning_rate")
     return flags, notes + loss_notes
 
 
@@ -114,14 +123,14 @@ def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
     kind, prefix = _class_name(model), "model.ddconfig."
     for name in ("ch", "ch_mult", "num_res_blocks", "attn_resolutions", "z_channels", "resolution"):
         if ddconfig.get(name) is None:
-            raise ValueError(f"{prefix}{name} is missing, without which there is no model")
-    resolution, multiples = number(ddconfig["resolution"], f"{prefix}resolution"), ddconfig["ch_mult"]
+            raise ValueError(f"{prefix}{name} is missing: a model needs it")
+    resolution, multiples = require_number(ddconfig["resolution"], f"{prefix}resolution"), ddconfig["ch_mult"]
     if not isinstance(multiples, list) or not isinstance(ddconfig["attn_resolutions"], list):
         raise ValueError(f"{prefix}ch_mult and attn_resolutions: give lists of numbers")
     sides = {resolution // 2**level: level for level in range(len(multiples))}
     attention_levels = sorted(sides[side] for side in ddconfig["attn_resolutions"] if side in sides)
     if missing_sides := [side for side in ddconfig["attn_resolutions"] if side not in sides]:
-        notes.append(f"{prefix}attn_resolutions {short(missing_sides)}: no level has this side, so none attends at it")
+        notes.append(f"{prefix}attn_resolutions {shorten(missing_sides)}: no level has this side, so none attends")
     if kind == _GUMBEL:
         notes.append(
             "model.target GumbelVQ: there is no Gumbel quantizer; a vector quantizer of as many codes is written"
@@ -129,11 +138,11 @@ def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
     data = {**data, **get_section(data, "config")}
     size, side = data.get("size"), data.get("crop_size") or data.get("size") or resolution
     if size not in (None, side):
-        notes.append(f"data.train.size {short(size)}: the shorter side is resized to {side} instead, before the crop")
+        notes.append(f"data.train.size {shorten(size)}: the shorter side is resized to {side} instead, before the crop")
     is_random = data.get("random_crop", _class_name(data) in _RANDOMLY_CROPPED)
     is_kl, code = kind == _KL, model.get("embed_dim")
     if code is None or (model.get("n_embed") is None and not is_kl):
-        raise ValueError("model.embed_dim, and for codes model.n_embed, are missing, without which there is no model")
+        raise ValueError("model.embed_dim, or for codes model.n_embed, is missing: a model needs it")
     codebook_flags: Flags = {
         "codebook_size": ("model.n_embed", model.get("n_embed")), "codebook_dim": ("model.embed_dim", code),
         "vq_decay": ("model.target", 0.99),  # of EMAVectorQuantizer there; others have no averages
@@ -157,17 +166,17 @@ def _loss_flags(model: Section, side: float, trainer: Section) -> tuple[Flags, l
     loss, prefix = require_mapping(model.get("lossconfig"), "model.lossconfig"), "model.lossconfig."
     kind, notes = _class_name(loss), []
     if kind not in _LOSSES:
-        problem = "it says no losses" if kind in _EMPTY_LOSSES or not kind else f"no {' or '.join(_LOSSES)}"
+        problem = "it has no losses" if kind in _EMPTY_LOSSES or not kind else f"no {' or '.join(_LOSSES)}"
         return {}, [f"{prefix}target {kind or 'missing'}: {problem}; give the flags of losses, or keep their defaults"]
 
     def value(name: str, default: float) -> float:
-        return number(loss.get(name, default), prefix + name)
+        return require_number(loss.get(name, default), prefix + name)
 
     is_squared, is_kl = loss.get("pixel_loss") == "l2", _class_name(model) == _KL
     range_factor = 0.25 if is_squared else 0.5
     perceptual, factor = value("perceptual_weight", 1.0), value("disc_factor", 1.0)
     scale = value("disc_weight", 1.0) * factor
-    colours = 3 * side**2
+    pixel_values = 3 * side**2  # of an image
     flags: Flags = {
         "l2_recon_loss": (f"{prefix}pixel_loss", is_squared),
         "perceptual": (f"{prefix}perceptual_weight", "lpips" if perceptual else "none"),
@@ -179,20 +188,20 @@ def _loss_flags(model: Section, side: float, trainer: Section) -> tuple[Flags, l
         "discr_start_step": (f"{prefix}disc_start", value("disc_start", 0)),
     }  # fmt: skip
     if is_kl:
-        fixed = float(f"{_MAX_WEIGHT * scale * range_factor / colours:.3g}")
+        fixed = float(f"{_MAX_WEIGHT * scale * range_factor / pixel_values:.3g}")
         flags |= {"gan_weight": (f"{prefix}disc_weight", fixed), "gan_weight_scale": (f"{prefix}disc_weight", 1.0)}
         flags["kl_loss_weight"] = (f"{prefix}kl_weight", value("kl_weight", 1.0) * range_factor)
         notes.append(
-            f"{prefix}disc_weight {scale:g}: errors are summed over {colours:,.0f} colours there, and the adaptive "
-            f"weight of at most {_MAX_WEIGHT:g} is taken to be at this limit: gan_weight {fixed:g} of a mean"
+            f"{prefix}disc_weight {scale:g}: there, errors are sums over {pixel_values:,.0f} numbers of an image, and "
+            f"the adaptive weight is taken to be at its limit of {_MAX_WEIGHT:g}: gan_weight {fixed:g} beside a mean"
         )
     else:
         weight = value("codebook_weight", 1.0) * range_factor
         flags["commitment_loss_weight"] = (f"{prefix}codebook_weight", weight)
     if loss.get("disc_loss") == "vanilla":
-        notes.append(f"{prefix}disc_loss vanilla: written as bce, whose loss of the generator is another one, too")
-    if norm := number(trainer.get("gradient_clip_val") or 0, "lightning.trainer.gradient_clip_val"):
-        clip = norm * range_factor / (colours if is_kl else 1)
+        notes.append(f"{prefix}disc_loss vanilla: written as bce, where the generator's loss differs, too")
+    if norm := require_number(trainer.get("gradient_clip_val") or 0, "lightning.trainer.gradient_clip_val"):
+        clip = norm * range_factor / (pixel_values if is_kl else 1)
         flags["max_grad_norm"] = ("lightning.trainer.gradient_clip_val", clip)
         # There, the discriminator's loss is half of ours.
         flags["discr_max_grad_norm"] = ("lightning.trainer.gradient_clip_val", 2 * norm / (factor or 1))
@@ -201,17 +210,19 @@ def _loss_flags(model: Section, side: float, trainer: Section) -> tuple[Flags, l
 
 def _batch_flags(model: Section, data: Section, trainer: Section, processes: int) -> Flags:
     """Flags of the batch and of the learning rates that follow from it, as far as the configuration gives them."""
-    micro_batches = number(trainer.get("accumulate_grad_batches", 1), "lightning.trainer.accumulate_grad_batches")
+    micro_batches = require_number(
+        trainer.get("accumulate_grad_batches", 1), "lightning.trainer.accumulate_grad_batches"
+    )
     flags: Flags = {"grad_accum_steps": ("lightning.trainer.accumulate_grad_batches", micro_batches)}
     micro_batch_size, rate = data.get("batch_size"), model.get("base_learning_rate")
     if micro_batch_size is None:
         return flags
-    batch = number(micro_batch_size, "data.batch_size") * micro_batches * processes
+    batch = require_number(micro_batch_size, "data.batch_size") * micro_batches * processes
     flags["batch_size"] = ("data.batch_size", batch)
     if rate is None:
         return flags
-    scaled_rate = number(rate, "model.base_learning_rate") * batch
-    factor = number(model.get("lr_g_factor", 1.0), "model.lr_g_factor")
+    scaled_rate = require_number(rate, "model.base_learning_rate") * batch
+    factor = require_number(model.get("lr_g_factor", 1.0), "model.lr_g_factor")
     flags["learning_rate"] = ("model.base_learning_rate", float(f"{scaled_rate * factor:.6g}"))
     if factor != 1:
         flags["discr_learning_rate"] = ("model.lr_g_factor", float(f"{scaled_rate:.6g}"))
@@ -230,9 +241,10 @@ def _class_name(section: Mapping[str, Any]) -> str:
 
 
 def _flatten(value: Any) -> Any:
+    """A configuration whose `params` are keys of the section around them, with numbers in place of texts of numbers."""
     if isinstance(value, str):
         if "${" in value:
-            raise ValueError(f"{short(value)} stands for another value: write that in its place")
+            raise ValueError(f"{shorten(value)} stands for another value: write that in its place")
         try:
             return float(value) if "e" in value.lower() and math.isfinite(float(value)) else value
         except ValueError:
@@ -241,8 +253,8 @@ def _flatten(value: Any) -> Any:
         return [_flatten(element) for element in value]
     if not isinstance(value, dict):
         return value
-    parts: Iterator[tuple[Any, Any]] = ((key, _flatten(element)) for key, element in value.items())
     flat: dict[Any, Any] = {}
-    for key, element in parts:
+    for key, element in value.items():
+        element = _flatten(element)
         flat |= element if key == "params" and isinstance(element, dict) else {key: element}
     return flat

@@ -17,7 +17,7 @@ from tandem.models.audio_text import pretrained_towers as towers
 from tandem.models.base import CONFIG_FILE, holds_weights, read_weights
 from tandem.models.building import build_on_meta
 
-# Names of open_clip's text tower and those of the same network in transformers, in the order of their replacement.
+# Parts of names in open_clip's text tower -> those of the same network in transformers; replaced in this order.
 _OPEN_CLIP_NAMES = {
     "positional_embedding": "embeddings.position_embedding.weight", "token_embedding": "embeddings.token_embedding",
     "transformer.resblocks": "encoder.layers", "ln_final": "final_layer_norm", ".attn.": ".self_attn.",
@@ -97,7 +97,9 @@ def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, 
         return _convert_open_clip(read_state_dict(file), config["text_cfg"], quick_gelu)
     config = read_json(path / CONFIG_FILE)
     if config.get("position_embedding_type", "absolute") != "absolute" or config.get("is_decoder"):
-        raise ValueError("it is a decoder, or has relative positions; only a plain encoder can be taken")
+        raise ValueError(
+            "it is a decoder or has relative positions; only an encoder with absolute positions can be used"
+        )
     if config.get("model_type") == "clip":
         config = {**config, **(config.get("text_config") or {}), "model_type": "clip_text_model"}
     return _select_fields(config, TEXT_KINDS), _read_state(path)
@@ -107,10 +109,10 @@ def _read_ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, extractor = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
     tower_config = _select_fields(config, AUDIO_KINDS)
     if (rate := extractor.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
-        raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} can be used")
+        raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} is supported")
     sizes = extractor.get("num_mel_bins", 128), extractor.get("max_length", 1024)
     if sizes != (tower_config["num_mel_bins"], tower_config["max_length"]):
-        raise ValueError("its preprocessor_config.json is of spectrograms of another size than its config.json")
+        raise ValueError("the size of a spectrogram in its preprocessor_config.json is not that in its config.json")
     statistics = {"mean": extractor.get("mean", -4.2677393), "std": extractor.get("std", 4.5689974)}
     no_statistics = {"mean": 0.0, "std": 0.5}  # (x - 0) / (2 x 0.5)
     return {**tower_config, **(statistics if extractor.get("do_normalize", True) else no_statistics)}, _read_state(path)
@@ -139,7 +141,7 @@ def _convert_open_clip(
                 "act_kwargs": None, "norm_kwargs": None, "block_type": None, "final_ln_after_pool": False}  # fmt: skip
     for name, value in defaults.items():
         if config.get(name, value) not in (value, {}):
-            raise ValueError(f"its {name} is {str(config[name])[:40]}; only the plain text tower of CLIP can be taken")
+            raise ValueError(f"its {name} is {str(config[name])[:40]}; only the plain text tower of CLIP can be used")
     embedding = "token_embedding.weight"
     prefixes = [name.removesuffix(embedding) for name in state if name == embedding or name.endswith(f".{embedding}")]
     if len(prefixes) != 1:
