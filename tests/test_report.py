@@ -145,9 +145,9 @@ def test_the_page_in_the_run_folder_is_made_again_and_says_how_far_the_run_is(tm
         return found["status"], found["notes"]
 
     (run / "metrics.jsonl").unlink()
-    assert page() == ("not finished: no line yet", ["metrics.jsonl has no line yet"])
+    assert page() == ("not finished: no line of metrics yet", ["metrics.jsonl has no line yet"])
     (run / "metrics.jsonl").write_text(lines)
-    assert page() == ("not finished: last line at update 3, at an unknown time", [])
+    assert page() == ("not finished: last line of metrics at update 3, at an unknown time", [])
     (run / ".lock").write_text(f"process {process.pid} on {os.uname().nodename} since 2026")
     assert page()[0].startswith("ended without finishing, at update 3")
     (run / "model").mkdir()

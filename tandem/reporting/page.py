@@ -109,7 +109,7 @@ def render_page(data: Mapping[str, Any], *, version: str = "") -> bytes:
         "policy": _security_policy(scripts, is_live=bool(version)),
         "title": html.escape(_BIDI.sub("\ufffd", names[:200]) + " - training report"),
         "css": uplot["css"] + (_FOLDER / "page.css").read_text(),
-        "watched": html.escape(version),
+        "version": html.escape(version),
         "data": script_json(data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }

@@ -15,14 +15,16 @@ from typing import Any
 from tandem.io.reading import counted, error_text, read_bytes
 
 _NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
-_LARGE_BYTES, _LONGEST_SIDE = 200_000, 1600  # a larger file becomes WebP of at most this side, if smaller
+_LARGE_BYTES = 200_000  # a larger file is sent as WebP, if that has fewer bytes
+_LONGEST_SIDE = 1600  # pixels of that WebP
 _WEBP_QUALITY = 85
 _MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
 _MOST_BYTES = 1 << 26  # of a file
 
 
 def read_pictures(folder: Path, max_updates: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Pictures in samples/ by update, each {"step", "model"} with the result of `encode_picture` or "error"; and notes.
+    """The pictures in samples/, sorted by update, and notes about them. A picture is {"step", "model"} and either the
+    values of `encode_picture` or "error".
 
     Args:
         max_updates: Number of updates whose pictures are shown: the first, the last, and others evenly between them.

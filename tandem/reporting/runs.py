@@ -101,10 +101,16 @@ class RunReader:
         final_step = read_json_or_empty(self.path / "model" / "training.json").get("step")
         if type(final_step) is int and final_step >= last_step:
             return f"finished at update {final_step:,}"
-        step = f"at update {last_step:,}, {last_time or 'at an unknown time'}" if last_step >= 0 else "before any line"
+        step = (
+            f"at update {last_step:,}, {last_time or 'at an unknown time'}"
+            if last_step >= 0
+            else "before any line of metrics"
+        )
         if is_stale_lock(self.path / ".lock"):
             return f"ended without finishing, {step}"
-        return f"not finished: last line {step}" if last_step >= 0 else "not finished: no line yet"
+        return (
+            f"not finished: last line of metrics {step}" if last_step >= 0 else "not finished: no line of metrics yet"
+        )
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -177,12 +183,12 @@ def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
         elif end_text.startswith("asked to stop"):
             kind, cause = "resumed", "was asked to stop"
         else:
-            lost_updates_text = "had saved nothing" if step == 0 else "lost what came after it"
+            lost_updates_text = "it had saved nothing" if step == 0 else "the updates after that were lost"
             kind, cause = "killed", f"was killed or failed, and {lost_updates_text}"
         old_machine, machine = describe_placement(previous), describe_placement(start)
         move = f"; from {old_machine} to {machine}" if old_machine != machine else f", on {machine}" if machine else ""
         with_length = " with another length" if has_other_length else ""
-        text = f"started again from update {step:,}{with_length}: the start before {cause}{move}"
+        text = f"started again from update {step:,}{with_length}: the previous start {cause}{move}"
         yield {"step": step, "kind": kind, "text": text}
 
 
@@ -197,11 +203,11 @@ def _cost_lines(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -
         yield "seconds of all starts", _format_seconds(seconds[0], 100)
     rate = curves.get("samples_per_second")
     if rate and rate["count"]:
-        yield "samples per second, mean of the lines", f"{rate['sum'] / rate['count']:,.4g}"
-        yield "samples per second, last line", f"{rate['last'][0]:,.4g}"
+        yield "samples per second, mean of the lines of metrics", f"{rate['sum'] / rate['count']:,.4g}"
+        yield "samples per second, last line of metrics", f"{rate['last'][0]:,.4g}"
     for name, label in _RATE_LABELS.items():
         if name in curves and curves[name]["count"]:
-            yield f"{label}, mean of the lines", f"{curves[name]['sum'] / curves[name]['count']:,.3g}"
+            yield f"{label}, mean of the lines of metrics", f"{curves[name]['sum'] / curves[name]['count']:,.3g}"
     for name, label in _WAIT_LABELS.items():
         if name in curves and curves[name]["count"]:
             wait = curves[name]["sum"]

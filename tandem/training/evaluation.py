@@ -38,7 +38,8 @@ class Action:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How one model of a run is validated, drawn and written. A run has one Evaluation for each such model.
+    """How one model of a run is validated, how a picture of its results is made, and how it is written to files. A run
+    has one Evaluation for each such model.
 
     `validate` and `draw` run without gradients.
 
@@ -46,9 +47,10 @@ class Evaluation:
         validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
             process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is the
             number of the newest update, from 0, as the loop yields it.
-        draw: ({"online": model, "ema": average}, samples of `TrainingData.preview`, step) -> the picture for samples/,
-            alone or with further files (`Sample`). The averages, if there are any, have the names of
-            `average.averages`. Called on the root alone, so it must not contain collectives; see `is_collective_draw`.
+        draw: ({"online": model, **averages}, samples of `TrainingData.preview`, step) -> the picture for samples/,
+            alone or with further files (`Sample`). The averages, if there are any, have the keys of
+            `average.averages()`: "ema", or "ema_0.05" for each length. Called on the root alone, so it must not contain
+            collectives; see `is_collective_draw`.
         write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
             The first one also writes best/. The model is that of `ema.final_weights`.
         best: Saves the model of the best validation; None: it is not saved.

@@ -41,7 +41,7 @@ from tandem.training.logging.progress import (
 from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import EVALUATION_SECONDS
 from tandem.training.run_folder.dry_run_folder import folder_beside
-from tandem.training.run_folder.folder import RunFolder, check_apart
+from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples
 from tandem.training.run_folder.starts import end_start
 from tandem.training.visuals.images import Sample, to_png
 
@@ -87,8 +87,10 @@ class Run:
         self._model_descriptions, self._columns = ModelDescriptions(models), columns
         if config.dry_run:
             config.output_dir, config.report_to = folder_beside(config.output_dir, processes), ()
-        with processes.raise_on_all_ranks():  # of its own, because links may differ between machines
-            check_apart(config.output_dir, {flag: getattr(config, flag, None) for flag in _SAMPLE_FOLDER_FLAGS})
+        with processes.raise_on_all_ranks():  # symbolic links may differ between machines
+            check_output_outside_samples(
+                config.output_dir, {flag: getattr(config, flag, None) for flag in _SAMPLE_FOLDER_FLAGS}
+            )
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
         self.folder = RunFolder(config.output_dir, processes, fresh=config.fresh and not processes.is_restart)
         with processes.raise_on_all_ranks():
@@ -124,7 +126,8 @@ class Run:
         self.previous_evaluation: dict[str, Any] = {}
         steps = config.profile_steps if self.is_root and not config.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
-        histogram_interval = None if len(feed.valid_set) else config.validate_every_n_steps  # of the codes
+        # Without a validation split, the histograms of codes are of training batches.
+        histogram_interval = None if len(feed.valid_set) else config.validate_every_n_steps
         hides_recomputation = config.compile and getattr(config, "gradient_checkpointing", False)
         self.operations = Operations(is_compiled=config.compile, hides_recomputation=hides_recomputation)
         self._metrics = Metrics(
@@ -232,7 +235,8 @@ class Run:
                 if self.progress.step != step_of(latest):
                     raise damage_error(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
-            # The run ends here if it was about to end; otherwise after one more update, which has a line and a save.
+            # The time is over. A checkpoint of the last update ends the run here; after another one the run makes one
+            # more update, with a line of metrics and a checkpoint.
             is_end = self.progress.was_finished or self.folder.finished_step == self.progress.step
             self._end_at(self.progress.step + (0 if is_end else 1))
         with processes.raise_on_all_ranks():
@@ -254,8 +258,8 @@ class Run:
         return changed_flags
 
     def _read_evaluation(self) -> dict[str, Any]:
-        """On the root, the logged evaluation after the checkpoint's update, if an earlier start has made it and met no
-        bad samples that the checkpoint lacks; else {}."""
+        """On the root, the logged evaluation after the checkpoint's update, if an earlier start has made it; else {}. A
+        run that has not written its model since repeats it where it met bad samples that the checkpoint lacks."""
         line = self.tracker.evaluation(self.progress.step)
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
         has_same_bad_samples = line.get("bad_samples") == self.feed.bad_samples.count
@@ -347,8 +351,7 @@ class Run:
                 self.say(f"the {counted(minutes, 'minute')} of --max_minutes are over: one more update")
 
     def _end_at(self, step: int) -> bool:
-        """Let the run end after `step` updates, if it does not end before; return whether that is earlier than so
-        far."""
+        """Let the run end after at most `step` updates. Return whether this shortens it."""
         is_earlier = step < self.progress.last_step
         self.progress.last_step = min(step, self.progress.last_step)
         return is_earlier
@@ -421,7 +424,7 @@ class Run:
                     if self.is_root:
                         try:
                             self.folder.check_is_here()
-                            self.write_slowly(path.name, partial(write, model), path)
+                            self.write_after_heartbeat(path.name, partial(write, model), path)
                         except OSError as error:
                             self._write_failure = " ".join(str(error).split())
                     if self.processes.broadcast_object(self._write_failure):
@@ -429,8 +432,8 @@ class Run:
                     self._models.append(str(path))
         self.close(evaluations[0].use)
 
-    def write_slowly(self, label: str, write: Callable[[Path], None], path: Path) -> None:
-        """`write(path)`, which may take long and contains no heartbeat. On the root."""
+    def write_after_heartbeat(self, label: str, write: Callable[[Path], None], path: Path) -> None:
+        """Send a heartbeat, then call `write(path)`, which may take long and sends none itself. On the root."""
         self.processes.heartbeat(f"writing {label}", is_uninterrupted=True)
         write(path)
 
@@ -446,8 +449,8 @@ class Run:
         if failure:
             newest = self.checkpoints.latest()
             newest_name = newest.name if newest else "none"
-            remedy = "make room there" if os.strerror(errno.ENOSPC) in failure else "mend that"
-            self.say(f"{failure}; the newest checkpoint is {newest_name}: {remedy}, and run the same command again")
+            remedy = "free space on that disk" if os.strerror(errno.ENOSPC) in failure else "remove the cause"
+            self.say(f"{failure}; {remedy}, and run the same command again (newest checkpoint: {newest_name})")
         elif self._models:
             with self.processes.raise_on_all_ranks():
                 if self.is_root:

@@ -101,7 +101,7 @@ def test_a_last_save_that_fails_is_exit_code_1_and_names_the_newest_checkpoint(
     with full_disk(5, 99):
         assert exit_code(tmp_path, *SIX) == 1
     said = capsys.readouterr().err
-    assert re.search("step_00000006.*step_00000004: make room there, and run the same command again\n", said)
+    assert re.search("step_00000006.*: free space on that disk, and run the same command again .*step_00000004", said)
     assert "training goes on" not in said
 
 

@@ -191,5 +191,5 @@ listen();
 showAll();
 // Milliseconds since the page was asked for.
 document.documentElement.dataset.drawn = String(Math.round(performance.now()));
-const { watched } = document.body.dataset;
-if (watched) fetchPictures(data.runs).then(showChosenPictures, () => {}).then(() => follow(watched));
+const { version } = document.body.dataset;
+if (version) fetchPictures(data.runs).then(showChosenPictures, () => {}).then(() => follow(version));

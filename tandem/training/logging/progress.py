@@ -55,8 +55,8 @@ class Progress:
         self.seconds = 0.0
         #: Whether the checkpoint from which the run resumes was made at the end of the run.
         self.was_finished = False
-        #: Metrics of the checkpoint's update, if an earlier version, which logged them after the evaluation of that
-        #: update, ended before it.
+        #: Metrics of the checkpoint's update that are not in metrics.jsonl yet. Only checkpoints of earlier versions
+        #: hold them: those logged an update after its evaluation, and a run could end in between.
         self.unlogged_line: dict[str, Any] = {}
 
     @property
@@ -116,6 +116,7 @@ class Progress:
         self.samples = samples
         seconds = state.get("seconds")
         self.seconds = float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else 0.0
+        # Earlier versions wrote no "finished": the line says that the run ended between this update and its evaluation.
         self.unlogged_line = dict(state.get("unfinished_line") or {})
         self.was_finished = bool(state.get("finished")) or state.get("unfinished_line") is not None
 
@@ -235,9 +236,9 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     lines = []
     writer, reader = describe_placement(before), describe_placement(now)
     if writer != reader:
-        note = "sums in another order, a difference that begins in the seventh digit and grows"
+        note = "sums are added in another order, so that values differ from the seventh digit on, and more later"
         if now.get("batch_parts") and all(before.get(key) == now[key] for key in ("batch_parts", "device")):
-            note = f"its --batch_parts {now['batch_parts']} are added in the same order too, which gives the same bits"
+            note = f"its --batch_parts {now['batch_parts']} are added in the same order, which gives the same bits"
         lines.append(
             f"it was written by {writer} and goes on with {reader}: the same samples in the same order; {note}"
         )

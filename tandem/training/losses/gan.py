@@ -46,8 +46,9 @@ class _ImageLosses(NamedTuple):
 
     reconstruction: Tensor
     adversarial: Tensor
-    gradients: Sequence[Tensor]  # of each with respect to the images (b, c, h, w)
-    last_layer_gradients: Tensor | None  # of each with respect to the last weight (2, ...), if the weight needs them
+    gradients: Sequence[Tensor]  # of each with respect to the reconstructions (b, c, h, w)
+    #: Of both with respect to the weight of the generator's last convolution (2, ...); None without an adaptive weight.
+    last_layer_gradients: Tensor | None
 
 
 class MicroBatch(NamedTuple):
@@ -72,7 +73,7 @@ class GANLoss:
     and the adversarial loss's weight for the whole batch. All are 0-d; the losses have gradients, so that
     `generator.backward(recon + weight * adversarial)`, or any other function of them, gives all weights their
     gradients. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the
-    images, from which an adaptive weight is computed, are used again.
+    reconstructions, from which an adaptive weight is computed, are used again.
 
     The generator's model gives `reconstruction`, `codes`, `losses` and `features` (`models.VQGANOutput`); called with
     `accumulate_stats=True` it only adds to the statistics of its `quantizer`. Its `last_layer_gradient` is (features,
@@ -115,7 +116,8 @@ class GANLoss:
         return bool(self._config.penalty_weight) and step % self._config.apply_grad_penalty_every == 0
 
     def active_terms(self, step: int, batch: Mapping[str, Any] | None = None) -> tuple[bool, bool]:
-        """Which terms update number `step` has, the adversarial loss and the gradient penalty: `kind` of `updates`."""
+        """Whether update number `step` has the adversarial loss, and whether it has the gradient penalty: the argument
+        `kind` of `training.updates`, which passes the batch, too."""
         return self.is_adversarial(step), self.is_adversarial(step) and self.has_penalty(step)
 
     def micro_batches(self, batch: Mapping[str, Any], step: int) -> Iterator[MicroBatch]:
@@ -153,8 +155,8 @@ class GANLoss:
             weight = self._gan_weight([losses]) if weight is None else weight
             self._log(gan_weight=weight, gan_loss=adversarial)
             adversarial = _with_gradient(adversarial, reconstruction, losses.gradients[1])
-        # Autograd begins with the newest operation, so the reconstruction's gradient is the first operand of the sum,
-        # which takes its memory layout: the last digit of a bias's gradient depends on that.
+        # Autograd begins with the newest operation, so the gradient of the reconstruction loss is the first operand of
+        # the sum, which takes its memory layout: the last digit of a bias's gradient depends on that.
         recon = _with_gradient(losses.reconstruction, reconstruction, losses.gradients[0])
         return recon, adversarial, torch.zeros_like(losses.adversarial) if weight is None else weight
 
@@ -202,7 +204,7 @@ class GANLoss:
             return gradient_penalty(partial(self._discriminator, **inputs), images)
 
     def _image_losses(self, out: Any, micro_batch: MicroBatch) -> _ImageLosses:
-        """Losses of reconstructions and their gradients with respect to the images. There is no backward pass through
+        """Losses of reconstructions and their gradients with respect to these. There is no backward pass through
         the generator."""
         with torch.enable_grad(), self._discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()

@@ -51,7 +51,7 @@ class RetrievalQuality:
     """Embeddings of a validation split whose clips are spread over the processes, each clip on exactly one process.
 
     Args:
-        device: Of the model. On its `fp64_device` are the embeddings, float32, and the scores, float64.
+        device: Device of the model. Embeddings, float32, and scores, float64, are kept on its `fp64_device`.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -91,8 +91,8 @@ class RetrievalQuality:
           of the n relevant candidates;
         - `chance_r1`: the expected r1 of a random order: mean of n / number of candidates.
 
-        `r10` alone is the mean of both directions. Ties and NaNs count against the query, so that a model which gives
-        everything the same embedding has a recall of 0. All values are NaN if there are no queries.
+        `r10`, without a prefix, is the mean of both directions. Ties and NaNs count against the query, so that a model
+        which gives everything the same embedding has a recall of 0. All values are NaN if there are no queries.
         """
         corpus = self._gather_corpus(processes)
         if corpus is None:

@@ -248,7 +248,7 @@ def _fill_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "split_seed": settings.get("seed") if seed is None else seed}
 
 
-def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:
+def check_output_outside_samples(output_dir: str, sources: Mapping[str, str | None]) -> None:
     """Check that a run does not write into a folder of samples, where its pictures would become samples themselves.
 
     Args:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tandem.io import writing
-from tandem.training.run_folder.folder import RunFolder, check_apart
+from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples
 from tandem.training.run_folder.starts import starts
 from tests.processes import Process
 from tests.scripts import VAE, files, metrics
@@ -120,10 +120,10 @@ def test_a_run_inside_a_folder_of_samples_is_refused_unless_it_is_hidden_there(
     (tmp_path / "linked").symlink_to("photos/more")
     for output in ("photos", "photos/", "photos/runs/vae", "linked/vae", f"{tmp_path}/photos/vae"):
         with pytest.raises(ValueError, match=f"--output_dir {output} is in --image_folder photos"):
-            check_apart(output, {"video_folder": None, "image_folder": "photos"})
+            check_output_outside_samples(output, {"video_folder": None, "image_folder": "photos"})
     for output in ("runs/vae", "photos.vae", ".", "photos/.runs/vae", "photos/../vae"):
-        check_apart(output, {"image_folder": "photos"})
-    check_apart("photos", {"image_folder": "demo:shapes", "audio_data": "photos/{0..9}.tar"})
+        check_output_outside_samples(output, {"image_folder": "photos"})
+    check_output_outside_samples("photos", {"image_folder": "demo:shapes", "audio_data": "photos/{0..9}.tar"})
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(
