@@ -238,9 +238,7 @@ def translate(args: argparse.Namespace) -> None:
         config = read_public_config(args.path)
         is_decoder = "decoder" in config
         if not is_decoder and "model" not in config:
-            raise ValueError(
-                "it has no part about a decoder (DALLE2-pytorch), and none about a model (taming-transformers)"
-            )
+            raise ValueError("it has no part about a decoder (DALLE2-pytorch) or a model (taming-transformers)")
         translation = (translate_dalle2 if is_decoder else translate_taming)(config, args.processes)
         parser = script_parser(translation.script)
         for name, (key, value) in translation.flags.items():

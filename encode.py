@@ -118,9 +118,7 @@ class Config:
         choices=("skip", "error"),
         requires=_ENCODING_ONLY,
     )
-    report: bool = flag(
-        False, "print at the end how many codes are used, and their perplexity", requires=_ENCODING_ONLY
-    )
+    report: bool = flag(False, "print how many codes are used, and their perplexity", requires=_ENCODING_ONLY)
 
     with_flip: bool = flag(
         False,
@@ -169,7 +167,7 @@ def validate_kinds(args: argparse.Namespace, *kinds: str) -> None:
     if args.format and args.format not in formats:
         raise ValueError(f"--format {args.format} is not for {action}, which writes {', '.join(formats)}")
     if args.sound_from and ("videos" not in kinds or args.format not in (None, "mp4")):
-        raise ValueError("--sound_from has an effect only on videos of --format mp4; leave it out")
+        raise ValueError("--sound_from has no effect without videos of --format mp4; leave it out")
     if len(kinds) == 1:
         args.format = args.format or next(iter(formats))
 
@@ -496,9 +494,7 @@ def decode(args: argparse.Namespace, processes: ProcessGroup) -> None:
             )
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
         if args.sound_from and len({line["path"] for line in codes.lines()}) < sum(map(len, files)):
-            raise ValueError(
-                "--sound_from: some videos are parts of one file, and only the sound of the whole file can be read"
-            )
+            raise ValueError("--sound_from: some videos are parts of one file, and only its whole sound can be read")
     sound = {"with_sound": True} if args.sound_from else {}
     settings = {"task": "decode", **model_settings, **sound, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)

@@ -75,21 +75,18 @@ class Config(ClipFlags, Sampling):
         requires=given("images", "DIR"),
     )
     resample_times: int = flag(
-        5,
-        "repeats of each step, so that old and new parts fit (RePaint, Lugmayr et al. 2022)",
-        positive_int,
-        requires=given("masks", "DIR"),
+        5, "repeats of each step, so that old and new parts fit (RePaint)", positive_int, requires=given("masks", "DIR")
     )
     guide_with: str | None = flag(
         None,
-        "guide away from this weaker model, not from the unconditional prediction (Karras et al. 2024)",
+        "guide away from this weaker model, not the unconditional one (Karras et al. 2024)",
         FOLDER,
         requires=GUIDED,
     )
     clip: str | None = flag(
         None,
-        "model of open_clip that encodes --prompts, or --images, of which then others like them are drawn; not with "
-        "--masks or --start_at_unet",
+        "model of open_clip that encodes --prompts; without --masks and --start_at_unet it encodes --images, at the "
+        "size of the last Unet as in training, to draw others like them",
         NAME,
         title="embeddings",
     )
@@ -247,9 +244,7 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
             raise ValueError(f"{source.flag} has no effect: the Unets that draw take {requires}{hint}")
         if len(source.labels) != len(sources[0].labels):
             counts = (len(source.labels), len(sources[0].labels))
-            raise ValueError(
-                f"{source.flag} gives {counts[0]} conditions and {sources[0].flag} {counts[1]}: give as many"
-            )
+            raise ValueError(f"{source.flag} gives {counts[0]} conditions, {sources[0].flag} {counts[1]}: give as many")
     if widths and not chosen:
         raise ValueError("the model needs a condition: give --prompts, --image_embeddings or --text_embeddings")
     for name, source in chosen.items():

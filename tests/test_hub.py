@@ -208,6 +208,11 @@ def test_a_hub_that_fails_ends_the_command_in_one_line_before_the_run_begins(
     assert len(hub.requests) < 20
 
 
+def test_a_model_without_weights_is_refused_as_such(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
+    hub.publish(NAME, {name: content for name, content in model.items() if not name.endswith(".safetensors")})
+    assert "it has no weights" in bob.trains_from(NAME, "fails")
+
+
 def test_a_hub_that_fails_in_the_middle_leaves_a_cache_that_is_completed_later(
     hub: Hub, bob: User, model: dict[str, bytes]
 ) -> None:

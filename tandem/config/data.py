@@ -223,10 +223,7 @@ class VideoFlags(PictureFlags):
         PATH,
     )
     image_every: int = flag(
-        4,
-        "every N-th update trains on the images of --image_folder",
-        int_above_1,
-        requires=given("image_folder", "PATH"),
+        4, "every N-th update trains on --image_folder", int_above_1, requires=given("image_folder", "PATH")
     )
     num_videos_save: int = flag(3, "clips in a sample picture; at most a batch if there is no validation split", size)
 

@@ -145,5 +145,7 @@ def test_what_is_missing_of_a_tower_is_named_in_one_line(tmp_path: Path) -> None
     audio_folder(tmp_path / "audio", sampling_rate=8000)
     assert "8000; only 16000" in one_line_of(read_audio_tower, tmp_path / "audio")
     audio_folder(tmp_path / "audio", max_length=80)
-    assert "of another size than its config.json" in one_line_of(read_audio_tower, tmp_path / "audio")
+    assert "the size of a spectrogram in its preprocessor_config.json" in one_line_of(
+        read_audio_tower, tmp_path / "audio"
+    )
     assert "preprocessor_config.json No such file" in one_line_of(read_audio_tower, tmp_path)

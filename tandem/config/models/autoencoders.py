@@ -173,7 +173,7 @@ class QuantizerLossFlags:
         requires=(_ENTROPY, above_0("entropy_anneal_steps")),
     )
     entropy_anneal_steps: int = flag(
-        0, "updates until --entropy_anneal_factor has fallen to 1", step_count_or_0, requires=_ENTROPY
+        0, "updates until --entropy_anneal_factor is 1", step_count_or_0, requires=_ENTROPY
     )
 
 
