@@ -11,9 +11,9 @@ or the latents of images with a VQGAN without codes; or decode them to images or
 
 The files are the same, byte for byte, for every launcher and any number of processes, loader workers and threads. Run
 the same command again to continue after an interruption. The model encodes videos frame by frame, so that the memory
-does not depend on their length (except for the codes, which are kept until the shard is written, and for attend_time,
-which keeps all earlier frames unless --time_window of the training limits it). In tandem/data/stores/, codes.py
-describes codes/, and latents.py describes latents/. Codes load in two lines:
+does not depend on their length, except for the codes, which are kept until the shard is written, and for models with
+the layer attend_time, which keep all earlier frames unless they were trained with --time_window. In
+tandem/data/stores/, codes.py describes codes/, and latents.py describes latents/. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
     video_codes = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
@@ -240,9 +240,9 @@ class ImageCoder:
         )
 
     def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
-        """For images of this side, the shape of a row ([h', w'] of codes, (v, 2 d, h', w') of latents), the samples,
-        and the function that encodes the samples of each shard. Raises ValueError, in one line, if the model does not
-        take them."""
+        """For images of this side: the shape of a row, [h', w'] of codes or [views, 2 x channels, h', w'] of moments,
+        where a mirrored image is a second view; the samples; and the function that encodes the samples of each shard.
+        Raises ValueError, in one line, if the model does not take them."""
         import torch
 
         from tandem.data.stores.encoding import encode_batches
@@ -414,8 +414,8 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         grid, samples, compute = coder.open(side)
         empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
         if not model.num_codes:  # rows are moments of an image and the mirrored one
-            _, width, *sides = grid
-            shape = [width if args.latent == "moments" else width // 2, *sides]
+            _, moment_channels, *sides = grid
+            shape = [moment_channels if args.latent == "moments" else moment_channels // 2, *sides]
             latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
         parts = time_ranges(samples.source)  # of files, if a manifest states parts

@@ -95,7 +95,7 @@ def write(path: Path, readers: Sequence[RunReader], is_default: bool) -> None:
 
 
 def watch(readers: Sequence[RunReader], port: int) -> None:
-    """Serve the page until Ctrl-C or SIGTERM. Raises OSError."""
+    """Serve the page until Ctrl-C or SIGTERM. Raises ValueError, in one line, if the port is not available."""
     try:
         server = Server(lambda: read_all(readers), port)
     except OSError as error:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_flags(parser, args)
     with exit_codes(parser.error):
-        read_uplot()
+        read_uplot()  # raises before the runs are read, if its package is missing
         names = distinct_names(args.runs)
         readers = [
             RunReader(path, name, args.pictures, defaults_of) for path, name in zip(args.runs, names, strict=True)

@@ -164,8 +164,8 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
 
 def launch_inference(run: Callable[[ProcessGroup], None], parser: Any, args: argparse.Namespace) -> None:
     """Like `launch`, for a script that trains nothing: connect the processes and call ``run(processes)``. No batch is
-    divided over the processes. ``args`` needs none of the training flags, but ``cpu_threads``, the number of PyTorch's
-    threads. Sets ``args.fresh`` to False if the launcher has restarted the job, and ``args.precision`` to that of the
+    divided over the processes. ``args`` needs ``cpu_threads``, the number of PyTorch's threads, and no flag of a
+    training. Sets ``args.fresh`` to False if the launcher has restarted the job, and ``args.precision`` to that of the
     backend's configuration, if it has one."""
     if unused_flags := sorted(_training_flags() & args.on_command_line):
         parser.error(f"--{unused_flags[0]} is for training, and this script trains nothing: leave it out")

@@ -58,8 +58,7 @@ def gpu_id(device: torch.device) -> str | None:
 
 
 def shared_gpu_error(gpu_ids: Sequence[str | None]) -> str | None:
-    """One line that names two processes with the same `gpu_id`, by rank, over which NCCL would fail; None if there are
-    none."""
+    """One line with the ranks of two processes on the same GPU, which NCCL refuses; None if each has its own."""
     ranks: dict[str, int] = {}
     for rank, gpu in enumerate(gpu_ids):
         if gpu is not None and ranks.setdefault(gpu, rank) != rank:

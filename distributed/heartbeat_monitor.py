@@ -28,7 +28,8 @@ TICK_SECONDS = 1.0
 LOST_SECONDS = 25  # until a silent machine is lost: less than the 30 s after which torchrun kills the others
 SILENT_TICKS = 10  # if the job is asked to end, a process that does not answer for so long is lost ...
 _LOADING_TICKS = 30  # ... and a process that gets no batch from its loader processes for so long
-_NO_ANSWER_TICKS = 3  # after which a stalled rank counts as silent
+_STALLED_SILENT_TICKS = 3  # in place of SILENT_TICKS for a rank that makes no progress either
+_WAITING_TICKS = 10  # in a collective, after which the wait is reported
 _UNIDENTIFIED_TICKS = 30  # after which a connection that has not named its rank is dropped
 _LONGEST_LINE = 1 << 16  # bytes
 _MAX_NAMED_RANKS = 8  # ranks in a verdict, which is one line: a lost machine may have run hundreds
@@ -114,7 +115,7 @@ class HeartbeatMonitor:
             return self._name_ranks("lost contact with ", lambda state: state.end_error is not None)
         if is_asked_to_end and any(map(self._lacks_data, self._ranks)):
             return self._name_ranks(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
-        # Without a request to end, nobody may be waiting for a silent rank, as while the root saves.
+        # Without a request to end, a silent rank may just be slow and hold up nobody, as the root while it saves.
         if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._is_waiting, self._ranks)):
             return self._name_ranks("no sign of life from ", self._is_silent)
         return self._find_stalled()
@@ -129,7 +130,7 @@ class HeartbeatMonitor:
             return None
         self._announced_phases |= phases
         verb = "process has" if waiting_count == 1 else "processes have"
-        prefix = f"{waiting_count} {verb} waited for {SILENT_TICKS * TICK_SECONDS:g} s for "
+        prefix = f"{waiting_count} {verb} waited for {_WAITING_TICKS * TICK_SECONDS:g} s for "
         return self._name_ranks(prefix, lambda state: state in busy)
 
     def _name_ranks(self, prefix: str, is_named: Callable[[_RankState], bool]) -> str:
@@ -152,12 +153,12 @@ class HeartbeatMonitor:
     def _is_waiting(self, state: _RankState) -> bool:
         """Whether a rank answers, but has waited long in a collective."""
         is_in_collective = bool(state.heartbeat.get("collective"))
-        return is_in_collective and self._is_stalled(state, SILENT_TICKS) and not self._is_silent(state)
+        return is_in_collective and self._is_stalled(state, _WAITING_TICKS) and not self._is_silent(state)
 
     def _find_stalled(self) -> str | None:
         """A verdict on the ranks that made no progress for the whole timeout and hold up the others, or None."""
         stalled = [rank for rank, state in enumerate(self._ranks) if self._is_stalled(state, self._timeout_ticks)]
-        silent = [rank for rank in stalled if self._is_silent(self._ranks[rank], _NO_ANSWER_TICKS)]
+        silent = [rank for rank in stalled if self._is_silent(self._ranks[rank], _STALLED_SILENT_TICKS)]
         # A rank that waits in a collective is not the cause while another rank is stalled outside of collectives.
         busy = [rank for rank in stalled if not self._ranks[rank].heartbeat.get("collective")]
         culprits = silent or busy

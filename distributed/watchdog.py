@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 30.0
 _REPORT_SECONDS = 10.0
 _VERDICT_SECONDS = 5.0  # after a collective has failed; launchers give survivors 5 s (horovodrun) or more
-_UNWINDING_SECONDS = 2.0  # after the verdict: the error of a failed collective says more
+_UNWINDING_SECONDS = 2.0  # after the verdict, in which the main thread may print it with the error of its collective
 _LEAVING_TICKS = 30  # after the root has left on purpose: all processes leave at about the same time
 _IDLE_TICKS = 30  # a writing thread that uses no processor time for so long, as in an fsync, hangs
 _LONGEST_TEXT = 200
@@ -83,7 +83,7 @@ class Watchdog:
     ) -> None:  # fmt: skip
         """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase.
         With ``gathers`` it may wait too, but rarely, so the time counts as computing. With ``is_uninterrupted`` it
-        makes progress while it uses the processor now and then, which it does not while a disk hangs."""
+        sends no further heartbeat, and use of the processor counts as progress; while a disk hangs there is none."""
         now = time.monotonic()
         if self._wait_kind:
             self.waited[self._wait_kind] += now - self._phase_start
@@ -126,7 +126,7 @@ class Watchdog:
             raise TrainingStopped(f"rank {self._rank}: {self._verdict}", on_one_rank=True)
 
     def notify_signal(self, number: int) -> None:
-        """Record a signal that has reached this process: once it has asked the root to end, a silent rank is lost."""
+        """Tell the root's monitor of a signal. Once one has asked the job to end, a silent rank counts as lost."""
         if self._server is not None:
             self._server.notify_signal(number)
 
@@ -173,7 +173,7 @@ class Watchdog:
         for thread in threading.enumerate():
             if thread.name != WRITER:
                 continue
-            say(f"waiting until what is being written is on the disk: {thread.name}", unbuffered=True)
+            say(f"waiting until the {thread.name} is on the disk", unbuffered=True)
             ticks = idle_ticks = 0
             previous = processor_time(thread)
             while thread.is_alive() and ticks < self._timeout_ticks and idle_ticks < _IDLE_TICKS:

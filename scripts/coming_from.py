@@ -1,7 +1,7 @@
 """Write the tables of docs/coming_from.md: python scripts/coming_from.py
 
-Each heading "## PUBLIC SCRIPT: SCRIPT" there is followed by a table of tandem/config/public_names.yaml, whose defaults
-here are those of the script's flags. The other lines of the page stay.
+Under each heading "## PUBLIC SCRIPT: SCRIPT" of that page stands a table of the public script's names, from
+tandem/config/public_names.yaml, beside the flags of SCRIPT with their defaults. The other lines of the page stay.
 """
 
 from __future__ import annotations

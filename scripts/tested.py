@@ -29,7 +29,7 @@ FILES = {
 }
 _HEAD = """# What the tests show
 
-`python scripts/tested.py` writes this page from the names of the tests. What a user decides by is in
+`python scripts/tested.py` writes this page from the names of the tests. What this means for a user is in
 [reliability.md](reliability.md) and [same_numbers.md](same_numbers.md).
 """
 
@@ -38,7 +38,7 @@ def _cases(test: ast.FunctionDef, constants: dict[str, Any]) -> Iterator[str]:
     """The values of each single parameter of a test."""
     for decorator in test.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize":
-            with contextlib.suppress(NameError):  # values that the test computes from more than its launchers
+            with contextlib.suppress(NameError):  # the values use other names than `constants`: no cases are shown
                 name, values = (eval(ast.unparse(argument), constants) for argument in decorator.args[:2])
                 texts = [str(value) for value in values]
                 if isinstance(name, str) and "," not in name and all(0 < len(text) < 30 for text in texts):
@@ -48,7 +48,7 @@ def _cases(test: ast.FunctionDef, constants: dict[str, Any]) -> Iterator[str]:
 def _table(path: Path) -> Iterator[str]:
     """The lines of one file of tests. Its constants are evaluated as far as they need only benchmarks.launching."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants = {**vars(launching), "WHOLE_MATRIX": False}
+    constants = {**vars(launching), "WHOLE_MATRIX": False}  # the cases of `make test`, not those of `make test-all`
     for statement in tree.body:
         if isinstance(statement, ast.Assign):
             with contextlib.suppress(NameError):

@@ -222,7 +222,7 @@ def test_watching_serves_newer_data_and_ends_cleanly(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     with watched(run) as (process, url):
         text = urllib.request.urlopen(url).read().decode()
-        (version,) = re.findall('data-watched="(.+?)"', text)
+        (version,) = re.findall('data-version="(.+?)"', text)
         assert "connect-src 'self'" in text
         assert urllib.request.urlopen(f"{url}data?{version}").status == 204
         with (run / "metrics.jsonl").open("a") as file:

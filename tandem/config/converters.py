@@ -90,7 +90,8 @@ frame_rate = _bounded_float(lambda number: 0 < number <= 1000, "a number above 0
 timeout = _bounded_float(lambda number: 0 < number <= 1e6, "a number above 0 and at most 1e6", "MINUTES")
 epoch_count = _bounded_float(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
 fraction = _bounded_float(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
-# 0.2886 is the length of the plain mean, see `tandem.training.power_function`.
+# Standard deviation of an average's profile as a fraction of the training; that of the plain mean is 1/sqrt(12), see
+# `tandem.training.power_function`.
 average_length = _bounded_float(lambda number: 0 < number <= 0.2886, "a number above 0 and at most 0.2886", "LENGTH")
 
 
@@ -157,7 +158,7 @@ def _check_template(text: str) -> str:
 sizes = Joined("N,...", ",", size_or_0)
 epoch_counts = Joined("EPOCHS,...", ",", epoch_count)
 two_fractions = Joined("B1,B2", ",", fraction, count=2)
-# A smaller share would be a few pixels, or need frames that are far larger than those that are read.
+# A smaller crop has few pixels, because frames are read at little more than the size that the model takes.
 _area = _bounded_float(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
 area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
 templates = Joined("TEXT|...", "|", _check_template)

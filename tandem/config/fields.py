@@ -151,7 +151,8 @@ def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any
 
 
 def _compose(convert_value: Callable[[Any], Any], convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The converter of a flag's former name: of its text, then of its value (`tandem.io.renamed`)."""
+    """The converter of a flag's former name: `convert` reads the former value from the text, `convert_value` turns it
+    into the present one (`tandem.io.renamed`)."""
 
     def convert_text(text: str) -> Any:
         try:
@@ -182,7 +183,7 @@ class Invocation:
     """The settings in config.yaml of the run that is resumed; None for a new run."""
 
     def namespace(self, flags: Mapping[str, Any]) -> argparse.Namespace:
-        """All flags and all of this in one namespace, for functions of users."""
+        """All flags and all of this in one namespace, which the function of --dataset gets."""
         return argparse.Namespace(**{**self.settings, **flags, **vars(self)})
 
 
@@ -203,8 +204,8 @@ class ModelConfig:
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        """The flags with `fixed_on_resume` in the `config` of a model: a run that starts from its weights takes them.
-        `args`: the arguments of that run."""
+        """What a run that starts from a model's weights takes from the `config` of the model: the flags that a resumed
+        run may not change. `args`: the arguments of that run."""
         return {name: model[name] for name, spec in specs_of(cls).items() if spec.fixed_on_resume and name in model}
 
     @classmethod

@@ -101,7 +101,7 @@ def test_a_last_save_that_fails_is_exit_code_1_and_names_the_newest_checkpoint(
     with full_disk(5, 99):
         assert exit_code(tmp_path, *SIX) == 1
     said = capsys.readouterr().err
-    assert re.search("step_00000006.*: free space on that disk, and run the same command again .*step_00000004", said)
+    assert re.search("step_00000006.*; free space on that disk, and run the same command again .*step_00000004", said)
     assert "training goes on" not in said
 
 
@@ -114,7 +114,7 @@ def test_a_model_that_the_disk_does_not_take_is_exit_code_1_and_written_by_the_n
     with monkeypatch.context() as disk:
         disk.setattr(VAE.model, "save_pretrained", refuse)
         assert exit_code(tmp_path, *SIX) == 1
-    assert "No space left on device; the newest checkpoint" in capsys.readouterr().err
+    assert "No space left on device; free space on that disk" in capsys.readouterr().err
     assert "finished: " in VAE.output_of(tmp_path, *SIX) and (tmp_path / "model" / "training.json").exists()
 
 

@@ -61,7 +61,7 @@ class UnetConfig(ModelConfig):
         plain_init_conv: The first convolution has one kernel, of side 7, instead of three of the sides 3, 7 and 15.
         image_embed_dim, text_embed_dim: Widths of the image embedding and of the text encodings on which it is
             conditioned; None: it is not. The two blocks in the middle alone attend to texts.
-        max_text_len: Tokens of a text; longer ones are cut off, learned tokens replace missing ones.
+        max_text_len: Tokens of a text; the Unet cuts off further ones, learned tokens replace missing ones.
         image_embed_scale: Factor of the image embedding; sqrt(image_embed_dim) gives unit vectors entries of about 1.
         lowres_cond: It is conditioned on an image of lower resolution.
         lowres_noise_cond: It is conditioned on the noise level of that image, too.
@@ -179,15 +179,15 @@ class DecoderConfig(RecomputingConfig):
     )
     image_embed_scale: float = flag(
         0.0,
-        "factor on image embeddings; 0: the square root of their width, which gives unit-length ones "
-        "entries of about 1",
+        "factor on image embeddings; 0: the square root of their width, so that the entries of an embedding of "
+        "length 1 become about 1",
         non_negative_float,
         architecture=True,
         requires=CONDITIONED_ON_IMAGE,
     )
     max_text_len: int = flag(
         256,
-        "text encodings are padded to so many tokens; longer ones are refused",
+        "text encodings are padded to so many tokens; data with longer ones is refused",
         size,
         metavar="TOKENS",
         architecture=True,

@@ -27,8 +27,8 @@ from .autoencoders import RecomputingConfig, check_choices
 from .towers import AUDIO_KINDS, SAMPLE_RATE, TEXT_KINDS, check_tower, max_tokens
 
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
-_TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # requirements that the tower is not pretrained
-_BANDS = (when("spectrogram", "log_mel"), _AUDIO)
+_OWN_TEXT, _OWN_AUDIO = without("text_tower"), without("audio_tower")  # the tower is not a pretrained one
+_BANDS = (when("spectrogram", "log_mel"), _OWN_AUDIO)
 _MUSICLM_FIXED = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
 _MUSICLM_WINDOWS = {"n_fft": 128, "win_length": 24, "hop_length": 12}
 #: Arguments of the model that a file of musiclm-pytorch does not hold.
@@ -42,7 +42,7 @@ class MuLaNConfig(RecomputingConfig):
     `PretrainedAudioTower`, from which sizes, vocabulary and spectrogram then follow.
 
     Raises:
-        ValueError: one line, if a tower has no configuration that is possible.
+        ValueError: one line, if a value, or the configuration of a pretrained tower, is not valid.
     """
 
     layout: str = flag(
@@ -73,7 +73,7 @@ class MuLaNConfig(RecomputingConfig):
         architecture=True,
         title="spectrogram",
         aliases="spec_n_fft",
-        requires=_AUDIO,
+        requires=_OWN_AUDIO,
     )
     win_length: int | None = flag(
         None,
@@ -82,7 +82,7 @@ class MuLaNConfig(RecomputingConfig):
         metavar="SAMPLES",
         architecture=True,
         aliases="spec_win_length",
-        requires=_AUDIO,
+        requires=_OWN_AUDIO,
     )
     hop_length: int = flag(
         160,
@@ -91,21 +91,21 @@ class MuLaNConfig(RecomputingConfig):
         metavar="SAMPLES",
         architecture=True,
         aliases="spec_hop_length",
-        requires=_AUDIO,
+        requires=_OWN_AUDIO,
     )
     spectrogram: str = flag(
         "log_mel",
         "kind of spectrogram that the model is given",
         choices=("log_mel", "power"),
         architecture=True,
-        requires=_AUDIO,
+        requires=_OWN_AUDIO,
     )
     spectrogram_padding: str = flag(
         "silence",
         "padding of a sound before its spectrogram: silence, or the sound itself, mirrored",
         choices=("silence", "reflect"),
         architecture=True,
-        requires=_AUDIO,
+        requires=_OWN_AUDIO,
         aliases="spec_pad_mode",
     )
     n_mels: int = flag(64, "number of mel bands", size, architecture=True, requires=_BANDS)
@@ -122,23 +122,25 @@ class MuLaNConfig(RecomputingConfig):
     )
     time_mask_fraction: float = flag(0.2, "SpecAugment: mask up to this fraction of the time", fraction)
     frequency_mask_fraction: float = flag(0.25, "SpecAugment: mask up to this fraction of the frequencies", fraction)
-    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", architecture=True, requires=_AUDIO)
-    audio_depth: int = flag(6, "layers of the audio tower", size, architecture=True, requires=_AUDIO)
-    text_dim: int = flag(512, "width of the text tower", width, architecture=True, requires=_TEXT)
-    text_depth: int = flag(6, "layers of the text tower", size, architecture=True, requires=_TEXT)
+    audio_dim: int = flag(
+        512, "width of the audio tower", width, title="towers", architecture=True, requires=_OWN_AUDIO
+    )
+    audio_depth: int = flag(6, "layers of the audio tower", size, architecture=True, requires=_OWN_AUDIO)
+    text_dim: int = flag(512, "width of the text tower", width, architecture=True, requires=_OWN_TEXT)
+    text_depth: int = flag(6, "layers of the text tower", size, architecture=True, requires=_OWN_TEXT)
     heads: int = flag(8, "attention heads of both towers", size, architecture=True)
     dim_head: int = flag(64, "width of an attention head", width, architecture=True)
     audio_heads: int | None = flag(
-        None, "heads of the audio tower (default: --heads)", size, architecture=True, requires=_AUDIO
+        None, "heads of the audio tower (default: --heads)", size, architecture=True, requires=_OWN_AUDIO
     )
     audio_dim_head: int | None = flag(
-        None, "width of a head of the audio tower (default: --dim_head)", width, architecture=True, requires=_AUDIO
+        None, "width of a head of the audio tower (default: --dim_head)", width, architecture=True, requires=_OWN_AUDIO
     )
     text_heads: int | None = flag(
-        None, "heads of the text tower (default: --heads)", size, architecture=True, requires=_TEXT
+        None, "heads of the text tower (default: --heads)", size, architecture=True, requires=_OWN_TEXT
     )
     text_dim_head: int | None = flag(
-        None, "width of a head of the text tower (default: --dim_head)", width, architecture=True, requires=_TEXT
+        None, "width of a head of the text tower (default: --dim_head)", width, architecture=True, requires=_OWN_TEXT
     )
     ff_mult: int = flag(
         4,
@@ -149,14 +151,14 @@ class MuLaNConfig(RecomputingConfig):
     attn_dropout: float = flag(0.0, "dropout of the attention weights and of the outputs of attention", fraction)
     ff_dropout: float = flag(0.0, "dropout of the inner activations of the feed-forwards", fraction)
     patch_size: int = flag(
-        16, "side of a patch of the spectrogram", size, metavar="BINS", architecture=True, requires=_AUDIO
+        16, "side of a patch of the spectrogram", size, metavar="BINS", architecture=True, requires=_OWN_AUDIO
     )
     patch_dropout: float = flag(
         0.25,
         "fraction of the patches that is left out in training",
         fraction,
         aliases="patch_dropout_prob",
-        requires=_AUDIO,
+        requires=_OWN_AUDIO,
     )
     hierarchical_layers: int = flag(
         0,
@@ -257,9 +259,8 @@ class MuLaNConfig(RecomputingConfig):
         depth = min(self.audio_depth, self.text_depth)
         if self.hierarchical_layers >= depth:
             limit = f"a tower of {depth} layers has {depth - 1} below its output"
-            raise ValueError(
-                f"hierarchical_layers {self.hierarchical_layers}: {limit}; use at most {depth - 1} or more layers"
-            )
+            advice = f"use at most {depth - 1}, or give the towers more layers"
+            raise ValueError(f"hierarchical_layers {self.hierarchical_layers}: {limit}; {advice}")
         if not 0 < self.clip_seconds < math.inf:
             raise ValueError(f"clip_seconds {self.clip_seconds} is no positive length")
         visible = (1 - self.time_mask_fraction) * (1 - self.frequency_mask_fraction)
@@ -268,8 +269,8 @@ class MuLaNConfig(RecomputingConfig):
             advice = "lower it, time_mask_fraction or frequency_mask_fraction"
             raise ValueError(f"patch_dropout {self.patch_dropout}: {problem}; {advice}")
         if not -math.inf < self.init_logit_scale <= math.log(MAX_SCALE):
-            limit = f"the logarithm of a factor of up to {MAX_SCALE:g}"
-            raise ValueError(f"init_logit_scale {self.init_logit_scale} is not {limit}, {math.log(MAX_SCALE):.5g}")
+            limit = f"give at most {math.log(MAX_SCALE):.5g}, the logarithm of the largest factor, {MAX_SCALE:g}"
+            raise ValueError(f"init_logit_scale {self.init_logit_scale}: {limit}")
         if not math.isfinite(self.init_bias):
             raise ValueError(f"init_bias {self.init_bias} is not finite")
         for name, fixed in _MUSICLM_FIXED.items() if self.layout == "musiclm" else ():

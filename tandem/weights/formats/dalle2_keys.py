@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
 _UNETS = "decoder.unets."
-# Key -> values with a counterpart, for keys whose default in DALLE2-pytorch has none.
+# Key -> all values with a counterpart here, where these are not just the default in DALLE2-pytorch.
 _EQUIVALENTS = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
 _METRICS = ("FID", "IS", "KID", "LPIPS")
 _LAST_SHARD = 9999999  # the default in DALLE2-pytorch, which means all shards
@@ -108,7 +108,7 @@ def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
         for gamma in values_per_unet(decoder, "p2_loss_weight_gamma", 0.0)
     ]
     if len({gamma for gamma in gammas if gamma}) > 1:
-        raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
+        raise ValueError("decoder.p2_loss_weight_gamma: give the same gamma for all unets, or 0 for those without it")
     clip = get_section(decoder, "clip")
     # OpenAI's weights were trained with another activation than open_clip's models of the same names.
     model, openai = clip.get("model", "ViT-L/14"), clip.get("make", "openai") == "openai"
@@ -133,7 +133,7 @@ def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
 
 
 def _training_flags(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
-    # DALLE2-pytorch validates at the end of an epoch, whose length depends on the data without epoch_samples.
+    # DALLE2-pytorch validates at the end of an epoch. Without epoch_samples its length depends on the data.
     key, epoch = "train.save_every_n_samples", train.get("epoch_samples")
     interval = max(round(require_number(train.get("save_every_n_samples", 100000), key) / max(batch_size, 1)), 1)
     names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")

@@ -59,7 +59,9 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     attention = ["Attn" if level in attention_levels else "" for level in levels]
     code_dim, z_channels = code_channels(config)
     if not model.num_codes and z_channels != code_dim:
-        raise ValueError(f"z_channels of an AutoencoderKL are its latent_dim, {code_dim}, here {z_channels}")
+        raise ValueError(
+            f"an AutoencoderKL has as many z_channels as latent_dim; this model has {z_channels} and {code_dim}"
+        )
     if config["ch_mult"][0] != 1:
         raise ValueError(f"--ch_mult of a model of diffusers begins with 1, not as here {config['ch_mult']}")
     public_config: dict[str, Any] = {

@@ -35,8 +35,8 @@ def read_public_vqgan(path: Path, weights: str) -> tuple[dict[str, Any], dict[st
         weights: Of a file of the trainer's moving average (vae.N.ema.pt): "ema" or "best" (the average), or "online".
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, no VQGanVAE, or of a VQGanVAE that no `VQGAN`
-            equals.
+        ValueError: one line, if the file is missing, damaged, hostile, no VQGanVAE, or of a VQGanVAE that cannot be
+            converted to a `VQGAN`.
     """
     return _convert_weights(_read_state(path, weights))
 
@@ -104,8 +104,8 @@ def _check_has_public_form(model: VQGAN) -> None:
     projection = model.encoder[-1]
     if projection.in_channels == projection.out_channels:
         raise ValueError(
-            f"{PACKAGE} has no layers between the last level and the codes if the level has as many channels as a code "
-            f"has bits ({projection.in_channels}); this model has them"
+            f"this model has a projection of {projection.in_channels} channels to as many bits of a code, which "
+            f"{PACKAGE} leaves out where the numbers are equal: train with another --dim or --codebook_size"
         )
 
 
