@@ -27,6 +27,7 @@ def test_undamaged_inputs_are_read(target: Target, inputs: Path, tmp_path: Path)
     assert (result.code, result.fault) == (0, None), result.said
 
 
+@pytest.mark.long  # `make fuzz` makes such cases every night
 def test_no_case_of_a_short_part_has_a_fault(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, faults = fuzz.fuzz(0, CASES, 60, inputs)
     assert not faults, capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A short torture; `make torture` goes on for minutes."""
+"""A short torture; `make torture`, also every night, goes on for minutes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_short_torture_loses_nothing() -> None:
     """Rank 0 of two is killed in a save, then an old checkpoint cannot be deleted, and the result is compared bit for
     bit."""
