@@ -218,7 +218,7 @@ class ModelConfig:
         )
 
     @classmethod
-    def not_in_the_weights(cls) -> frozenset[str]:
+    def without_effect_on_weights(cls) -> frozenset[str]:
         """Names of fields that have no effect on the weights."""
         return frozenset(name for name, spec in specs_of(cls).items() if not spec.is_architecture)
 

@@ -30,7 +30,7 @@ _OLD_CALL = "torch._utils _rebuild_tensor"
 _LIGHTNING = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric")
 #: Classes, as "module name", of objects beside the weights in a trainer's checkpoint: hyperparameters, callbacks,
 #: paths, versions. None of them is imported: `substitute_for` gives the substitutes.
-IGNORED = frozenset((
+IGNORED_CLASSES = frozenset((
     *(f"{package}.{name}" for package in _LIGHTNING for name in (
         "callbacks ModelCheckpoint", "callbacks.model_checkpoint ModelCheckpoint", "utilities.parsing AttributeDict",
         "utilities.data AttributeDict")),
@@ -63,7 +63,8 @@ WRAPPER_NAMES = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrap
 
 _SEARCHED_BYTES = 1 << 20  # of the beginning of a file, where `has_weight_name` looks
 
-# Values in a tuple and in the tuples inside it, with repetitions. PyTorch's tuples hold seven, a shape and strides.
+# Values in a tuple and in the tuples inside it, with repetitions. PyTorch's tuples hold seven, among them a shape and
+# strides.
 _LARGEST_TUPLE = 1 << 10
 
 _MEMO_WRITES, _MEMO_READS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
@@ -83,7 +84,7 @@ class Ignored:
 
 
 def substitute_for(name: str) -> tuple[Any, str]:
-    """For a name in `IGNORED`: the substitute for the class, and the name in PyTorch's form (`module.name`)."""
+    """For a name in `IGNORED_CLASSES`: the substitute for the class, and the name in PyTorch's form (`module.name`)."""
     class_name = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
     class_name = class_name.replace("__builtin__", "builtins").replace(" ", ".")
     # A dict in the place of a defaultdict, because PyTorch sets the items of mappings only.
@@ -98,7 +99,8 @@ def has_weight_name(path: Path, name: bytes) -> bool:
 
 
 def check_archive(path: Path) -> None:
-    """Check that nothing in a .pt file is compressed or hidden, and that it calls only for plain tensors and `IGNORED`.
+    """Check that nothing in a .pt file is compressed or hidden, and that it calls only for plain tensors and
+    `IGNORED_CLASSES`.
 
     Raises:
         OSError, ValueError, zipfile.BadZipFile: the check fails, or the file is no .pt file of PyTorch 1.6 or later.
@@ -153,7 +155,7 @@ def _read_operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
     Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values: hashing tuples that are nested a million deep as
     the key of a dict crashes the process, and hashing 40 levels, each of which holds the next one twice, takes days.
     """
-    # The stack and the memo of the pickle machine, with the number of values in each value in its place.
+    # The stack and the memo of the pickle machine; each value is represented by the number of values that it holds.
     stack: list[Any] = []  # numbers and marks
     memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(content):
@@ -179,7 +181,7 @@ def _read_operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
 
 
 def _check_call(opcode: str, argument: Any, calls: set[str]) -> None:
-    if opcode == "GLOBAL" and argument not in calls and argument not in IGNORED:
+    if opcode == "GLOBAL" and argument not in calls and argument not in IGNORED_CLASSES:
         name = ".".join(str(argument).split())
         raise ValueError(f"it calls for {name}, and no plain tensor needs that; {STATE_DICT_ADVICE}")
 

@@ -15,7 +15,8 @@ INTERRUPTED = 130  # by Ctrl-C, without a save: the code of shells for SIGINT
 
 
 class CannotGoOn(RuntimeError):
-    """One line about a failure that is no mistake of the user, such as a full disk; the exit code is ``FAILED``."""
+    """One line about a failure that is no mistake of the user, such as a full disk. Python's own exit code for it is
+    ``FAILED``."""
 
 
 class Ended(Exception):

@@ -122,8 +122,8 @@ def fetch_from_hub(description: str, model: str, name: str, heartbeat: Callable[
         except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
 
-    path = cache / f"{model.replace('/', '--')}--{name}"
-    return _fetch_once(path, f"{description}: {address}", find, fetch, heartbeat)
+    lock_stem = cache / f"{model.replace('/', '--')}--{name}"
+    return _fetch_once(lock_stem, f"{description}: {address}", find, fetch, heartbeat)
 
 
 def hub_library(purpose: str) -> Any:

@@ -47,7 +47,7 @@ _OTHER_KINDS = (
 )  # fmt: skip
 LONGEST_BEGINNING = 512  # bytes that determine the kind of a file
 # Lists, objects and keys in one file, and nodes of a YAML file with its aliases expanded. An empty list takes three
-# bytes in a file and 64 in memory; numbers are not counted, they take a tenth of that.
+# bytes in a file and 64 in memory; numbers, which grow much less, are not counted.
 _MOST_VALUES = 1 << 22
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from . import writing
-from .archive import IGNORED, STATE_DICT_ADVICE, WRAPPER_NAMES, check_archive, check_old_file, substitute_for
+from .archive import IGNORED_CLASSES, STATE_DICT_ADVICE, WRAPPER_NAMES, check_archive, check_old_file, substitute_for
 from .reading import LONGEST_BEGINNING, check_regular, error_text, one_line, other_kind
 
 # Prefixes that DataParallel and DDP, torch.compile, FSDP and modules of Lightning put before all names; some of them
@@ -68,7 +68,7 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
                 return {name: file.get_tensor(key) for key, name in pairs if names is None or name in names}
         is_archive = zipfile.is_zipfile(path)
         check_archive(path) if is_archive else check_old_file(path)
-        with torch.serialization.safe_globals([substitute_for(name) for name in IGNORED]):
+        with torch.serialization.safe_globals([substitute_for(name) for name in IGNORED_CLASSES]):
             if path.suffix == ".safetensors":  # from this ending torch.load would infer safetensors
                 with path.open("rb") as file:
                     return _strip_names(torch.load(file, map_location="cpu", weights_only=True))
@@ -114,7 +114,7 @@ def why_no_weights(path: Path) -> str:
         return f"it is empty; {_COPY_ADVICE}"
     if is_safetensors(path):
         length, size = 8 + struct.unpack("<Q", beginning[:8])[0], path.stat().st_size
-        return f"it is cut off: its names alone take {length} bytes of {size}; {_COPY_ADVICE}" if length > size else ""
+        return f"it is cut off: its header has {length} bytes, the file {size}; {_COPY_ADVICE}" if length > size else ""
     if beginning.startswith(b"PK\3\4"):
         if not zipfile.is_zipfile(path):
             return f"it is cut off: its end is missing; {_COPY_ADVICE}"
@@ -138,7 +138,7 @@ def why_no_model(folder: Path) -> str:
         if next(folder.glob(pattern), None):
             return f"it is {kind}; {remedy}; "
     files = sorted(path for path in folder.glob("*") if path.suffix in _WEIGHT_ENDINGS and path.is_file())
-    return f"its files of weights have to be named themselves, such as {files[0]}; " if files else ""
+    return f"give one of its files in place of the folder, such as {files[0]}; " if files else ""
 
 
 def _strip_names(content: Any) -> Any:

@@ -20,7 +20,8 @@ from tandem.io.reading import one_line
 # Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
 _MAX_CHEAP_NUMBER = 1 << 22
 
-# More values than any model has arguments; a pickle of a hundred bytes can hold 2^60 of them, in lists of one list.
+# More values than any model has arguments; a pickle of a hundred bytes can hold 2^60 of them,
+# in nested lists, each of which holds the next one several times.
 _MAX_VALUES = 1 << 20
 _MAX_DEPTH = 100  # lists in lists
 

@@ -171,7 +171,7 @@ def test_what_is_no_file_of_weights_is_named_with_what_to_do(kind: str, ending: 
 
 FOLDERS = {
     "zero_to_fp32.py": "a checkpoint of DeepSpeed", "zero_pp_rank_0_mp_rank_00_optim_states.pt": "part of a checkpoint",
-    ".metadata": "torch.distributed.checkpoint", "model.ckpt": "have to be named themselves, such as",
+    ".metadata": "torch.distributed.checkpoint", "model.ckpt": "give one of its files in place of the folder, such as",
 }  # fmt: skip
 
 

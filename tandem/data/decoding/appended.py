@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tandem.data.sources.files import RandomAccessFile
 
-from .flac import has_other_length
+from .flac import last_frame_ends_elsewhere
 
 _MAX_OGG_PAGE_BYTES = 1 << 16  # rounded up (RFC 3533)
 _MAX_MP3_FRAME_BYTES = 1441
@@ -20,12 +20,12 @@ _MAX_CAF_CHUNKS = 100  # that are read
 def check_nothing_appended(sound: Any, file: RandomAccessFile) -> None:
     """Raise ValueError, in one line, if the file of an open soundfile.SoundFile holds a second stream behind the first.
     Signs of a second stream: in Ogg another serial number; in MP3 data behind the length in the Xing tag (without the
-    tag libsndfile reads all); in FLAC the number of the last frame; in other formats a second header where the first
-    stream ends. libsndfile itself refuses such WAV and AIFF files."""
+    tag libsndfile reads all); in FLAC a last frame that does not end at the length in the header; in other formats a
+    second header where the first stream ends. libsndfile itself refuses such WAV and AIFF files."""
     detect = {
         "OGG": lambda: _is_chained_ogg(sound, file),
         "MP3": lambda: _has_more_mp3(file),
-        "FLAC": lambda: has_other_length(file, sound.frames),
+        "FLAC": lambda: last_frame_ends_elsewhere(file, sound.frames),
         "AU": lambda: _has_second_header(file, _find_au_end(file)),
         "W64": lambda: _has_second_header(file, int.from_bytes(file.pread(8, 16), "little")),
         "CAF": lambda: _has_second_header(file, _find_caf_end(file)),

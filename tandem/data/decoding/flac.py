@@ -57,7 +57,7 @@ class _LastFrame(NamedTuple):
     is_whole: bool
 
 
-def has_other_length(file: RandomAccessFile, n_samples: int) -> bool:
+def last_frame_ends_elsewhere(file: RandomAccessFile, n_samples: int) -> bool:
     """Whether the last frame of a file does not end at sample `n_samples` (per channel), as its header states, because
     another file was appended. An appended file of the same length is not detected."""
     info, n_bytes = file.pread(_STREAM_INFO + 4, 0), file.size

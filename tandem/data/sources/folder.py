@@ -27,7 +27,7 @@ _MOST_ENDINGS = 8
 _LIST_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
 _UNICODE_FORMS = ("", "NFC", "NFD")  # Unicode forms of a name: unchanged, composed or decomposed
 _NO_FILE = -1
-# For each spec of files beside a sample: the number of the file's spelling, and its bytes. A spelling, such as
+# For each spec of files beside a sample: the index of the file's spelling, and its size in bytes. A spelling, such as
 # "NFC.TXT", is the Unicode form of the stem and the ending as written; it gives the file's name from the sample's.
 _SideFiles = list[tuple[int, int]]
 
@@ -37,7 +37,7 @@ class NothingFoundError(ValueError):
 
 
 class FolderSource:
-    """All files below a folder with an ending of `specs[0]`, or a further one, numbered in the order of the relative
+    """All files below a folder with one of `specs[0].all_endings`, numbered in the order of the relative
     paths. The files of the other specs are found beside them: their names are equal but for the ending and the Unicode
     form, in which systems differ. Of names that differ only in the case of the ending, the last one is taken. See
     `RecordSource` for the methods.
@@ -46,7 +46,7 @@ class FolderSource:
     file is opened; long lists are cached for later starts (`cached_index`). `tars` are the paths of tars in the folder.
 
     Raises ValueError, in one line, if the folder is missing, no folder or not readable, or holds neither samples nor
-    tars; the message recommends the set `demo`.
+    tars; the message recommends `demo`, such as "demo:shapes", to try without a folder.
     """
 
     shards: Sequence[range] | None = None
@@ -122,7 +122,7 @@ def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int
 
 class _Tree:
     """Lists the content of a folder, in order. At most `_LONGEST_RUN` names are sorted at a time, because sorting holds
-    the interpreter's lock, for which the thread that sends heartbeats to the root would wait."""
+    the interpreter's lock, for which the thread that sends heartbeats to rank 0 would wait."""
 
     def __init__(self, folder: str, sample_spec: FieldSpec, side_specs: Sequence[FieldSpec]) -> None:
         self._folder, self._main, self._sides = folder, sample_spec, side_specs
@@ -262,7 +262,7 @@ class _Tree:
         self._count_skipped(relative, accented - accented_used, accented_stems)
 
     def _count_skipped(self, relative: str, names: Set[str], stems: Set[str]) -> None:
-        """Count files that no sample uses, and as lone files those of them without a sample of the same stem."""
+        """Count files that no sample uses. Those without a sample of the same stem are counted as lone files, too."""
         for name in sorted(names):
             self._skipped[ending_of(name)] += 1
             endings = filter(name.lower().endswith, self._side_endings)
@@ -274,8 +274,8 @@ class _Tree:
         self, relative: str, name: str, by_key: Mapping[str, str], by_nfc: Mapping[str, str], used: set[str],
         spec: FieldSpec,
     ) -> tuple[int, int]:  # fmt: skip
-        """The spelling number and the bytes of the file beside a sample; adds its name to `used`. `by_key`, `by_nfc`:
-        the names of the files there, by the name with a lower-case ending (`_keys`), and by its composed form."""
+        """The index of the spelling and the size of the file beside a sample; adds its name to `used`. `by_key` and
+        `by_nfc`: names of files there by the name with a lower-case ending (`_keys`), and by its composed form."""
         stem = os.path.splitext(name)[0]
         for ending in spec.endings if by_key or by_nfc else ():
             file = by_key.get(stem + ending) or by_nfc.get(_normalize("NFC", stem) + ending, "")

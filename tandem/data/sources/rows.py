@@ -48,8 +48,8 @@ class Rows:
         raise NotImplementedError
 
     def times(self) -> Iterator[Mapping[str, Any]]:
-        """For each row its cells in the columns `TIMES`, perhaps among others; nothing if there is no such column.
-        Raises what `cells` raises."""
+        """For each row its cells in the columns `TIMES`, perhaps among others; a subclass may yield nothing if there is
+        no such column. Raises what `cells` raises."""
         return map(self.cells, range(len(self)))
 
     def describe(self, index: int) -> str:
@@ -74,11 +74,13 @@ class Rows:
 
     def resolve_path(self, path: str) -> str:
         """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
-        file of this machine."""
+        file outside its own folder."""
         if is_url(path):
             return path
         if is_url(self._folder) and (path.startswith(("/", "~")) or ".." in path.split("/")):
-            raise ValueError(f"it names {path[:_LONGEST_QUOTE]!r}, which is not below its list on the server")
+            raise ValueError(
+                f"it names {path[:_LONGEST_QUOTE]!r}, which is outside the folder of its list on the server"
+            )
         return os.path.join(self._folder, path if is_url(self._folder) else os.path.expanduser(path))
 
     def _parse_cell(self, spec: FieldSpec, cell: Any, index: int) -> Any:

@@ -75,7 +75,7 @@ class UserDatasetSource:
         return f"{index:09d}"
 
     def examples(self, name: str) -> Sequence[int]:
-        """The first items, because only the making of an item shows what it holds."""
+        """The indices of the first items: what an item holds is known only after it is loaded."""
         return range(min(self._length, MOST_EXAMPLES))
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
@@ -121,7 +121,7 @@ def _make_dataset(data: DatasetSpec) -> tuple[Any, int]:
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise ValueError(
             f"{flag}the function returned {describe_object(dataset)}, which has not both __len__ and __getitem__: "
-            "samples are read at random, so that every process and every start see the same ones"
+            "samples are read by index, in an order that every process and every start computes"
         )
     with _errors_in_one_line(f"{flag}len() of what the function returned failed: "):
         length = len(dataset)

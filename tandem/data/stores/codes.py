@@ -6,11 +6,11 @@
 
 Loading needs no code of this repository:
 
-    codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # with npy: numpy.load("....npy")
+    codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # or numpy.load of its .npy
     paths = [json.loads(line)["path"] for line in open("codes/index.jsonl")]       # row by row, shard after shard
 
-The label of an image is the number of its class, as in latents.py. Images whose class is no number and videos have no
-label.
+The label of an image is the number of its class, as in latents.py. Images whose class is no number and no name of the
+table's classes, and videos, have no label.
 
 A row is the codes of an image, or one frame of codes of a video, which has several rows; its line states their number,
 the number of frames before encoding, and the frames per second (null: an image):
@@ -18,8 +18,9 @@ the number of frames before encoding, and the frames per second (null: an image)
     {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
     line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
 
-Videos that keep their shape have rows of a single code, (n,), in the order of frames, lines and columns; then "grid" in
-index.json, the shape of a row, is [], and each line has the shape of its frames, (h, w):
+Videos encoded with --keep_aspect, whose frames differ in shape, have rows of a single code, (n,), in the order of
+frames, lines and columns; then "grid" in index.json, the shape of a row, is [], and each line has the shape of its
+frames, (h, w):
 
     {"path": "b.mp4", "shard": 0, "row": 480, "code_frames": 5, "frames": 17, "fps": 25.0, "grid": [8, 14]}
     of_video = codes[line["row"]:][:5 * 8 * 14].reshape(5, 8, 14)
@@ -101,7 +102,7 @@ class StoredCodes(StoredArrays):
                 raise ValueError("its numbers of rows are not those of the index")
 
     def rows(self, shard: int) -> Tensor:
-        """The codes of a shard for the model, int64 (n, h, w), or (n,) of videos that keep their shape."""
+        """The codes of a shard for the model, int64 (n, h, w), or (n,) with --keep_aspect."""
         return torch.from_numpy(self.load(shard).astype(np.int64))
 
     def count_codes(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:

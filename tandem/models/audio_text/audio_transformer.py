@@ -63,22 +63,22 @@ class RelativePositionBias(nn.Module):
             nn.Linear(hidden_dim, heads),
         )  # fmt: skip
 
-    def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
+    def forward(self, indices: Tensor, rows: int, columns: int) -> Tensor:
         """Indices (b, n) of patches in a grid of ``rows`` x ``columns``, row by row -> (b, heads, n, n).
 
         Entry (i, j) belongs to the displacement from patch j to patch i.
         """
         dtype: torch.dtype = self.mlp[0].weight.dtype  # type: ignore[assignment]
-        dy, dx = (torch.arange(1 - size, size, device=patches.device) for size in (rows, columns))
+        dy, dx = (torch.arange(1 - size, size, device=indices.device) for size in (rows, columns))
         displacements = torch.cartesian_prod(dy, dx).to(torch.promote_types(dtype, torch.float32))
         if self.is_log:
             table = self.mlp((displacements.sign() * displacements.abs().log1p()).to(dtype))
         else:
-            with torch.autocast(patches.device.type, enabled=False):  # bf16 does not tell 257 from 256
+            with torch.autocast(indices.device.type, enabled=False):  # bf16 does not tell 257 from 256
                 table = self.mlp(displacements.to(dtype))
         # Patch (y, x) has the cell y (2 columns - 1) + x, so that two displacements never have the same difference of
         # cells.
-        cells = patches // columns * (2 * columns - 1) + patches % columns
+        cells = indices // columns * (2 * columns - 1) + indices % columns
         centre = (rows - 1) * (2 * columns - 1) + columns - 1
         index = cells[:, :, None] - cells[:, None, :] + centre
         bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
@@ -114,9 +114,9 @@ class AudioTransformer(nn.Module):
         """Rows and columns of whole patches in a spectrogram."""
         return bands // self.patch_size, frames // self.patch_size
 
-    def num_kept(self, patches: int) -> int:
+    def num_kept(self, num_patches: int) -> int:
         """Number of patches that remain after dropout; at least one."""
-        return patches - min(int(patches * self.patch_dropout), patches - 1)
+        return num_patches - min(int(num_patches * self.patch_dropout), num_patches - 1)
 
     def crop(self, spectrograms: Tensor) -> Tensor:
         """The part (b, rows x p, columns x p) that whole patches cover."""

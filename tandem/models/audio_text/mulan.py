@@ -90,7 +90,7 @@ class MuLaN(Pretrained):
     """
 
     Config = MuLaNConfig
-    not_in_the_weights = MuLaNConfig.not_in_the_weights()
+    without_effect_on_weights = MuLaNConfig.without_effect_on_weights()
     cut_before = ("text",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: MuLaNConfig) -> None:

@@ -52,7 +52,7 @@ class DiscreteVAE(Pretrained):
     """
 
     Config = DiscreteVAEConfig
-    not_in_the_weights = DiscreteVAEConfig.not_in_the_weights()
+    without_effect_on_weights = DiscreteVAEConfig.without_effect_on_weights()
     _mean: Tensor
     _std: Tensor
 

@@ -63,9 +63,11 @@ class VideoTokenizer(Autoencoder):
     """
 
     Config = VideoTokenizerConfig
-    not_in_the_weights = VideoTokenizerConfig.not_in_the_weights()
+    without_effect_on_weights = VideoTokenizerConfig.without_effect_on_weights()
     channels = 3  # RGB
-    cut_before = ("decoder",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
+    cut_before = (
+        "decoder",
+    )  # where torch.compile begins a new graph, see `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__(config)
@@ -87,8 +89,8 @@ class VideoTokenizer(Autoencoder):
         self.encoder = _VideoEncoder(conv_in, layers_in, dim, self.quantizer.dim, patches)
         self.decoder = _VideoDecoder(self.quantizer.dim, dim, layers_out, norm_out, conv_out, patches)
         for name, module in self.named_modules():
-            if hasattr(module, "stream_name"):
-                module.stream_name = name
+            if hasattr(module, "cache_key"):
+                module.cache_key = name
 
     def forward(self, videos: Tensor, *, accumulate_stats: bool = False) -> VideoTokenizerOutput | None:
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
@@ -145,8 +147,8 @@ class VideoTokenizer(Autoencoder):
     @torch.no_grad()
     def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
         """The next frames of a stream, any number of them, (b, c, f, h, w) in [0, 1] -> the frames of codes that they
-        complete, int64 (b, f', h', w'), f' possibly 0. Changes the state, at first `StreamState()`, which keeps the
-        remaining frames.
+        complete, int64 (b, f', h', w'), f' possibly 0. The call changes `state`, at first `StreamState()`, which
+        keeps the frames that complete no code yet.
 
         In eval mode, all calls together give exactly the codes of the whole clip.
 

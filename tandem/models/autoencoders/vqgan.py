@@ -62,7 +62,7 @@ class VQGAN(Autoencoder):
     """
 
     Config = VQGANConfig
-    not_in_the_weights = VQGANConfig.not_in_the_weights()
+    without_effect_on_weights = VQGANConfig.without_effect_on_weights()
     cut_before = ("quantizer",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VQGANConfig) -> None:

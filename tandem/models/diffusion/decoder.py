@@ -42,7 +42,7 @@ class Decoder(Pretrained):
     """
 
     Config = DecoderConfig
-    not_in_the_weights = DecoderConfig.not_in_the_weights() | {"clip"}
+    without_effect_on_weights = DecoderConfig.without_effect_on_weights() | {"clip"}
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)

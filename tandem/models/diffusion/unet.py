@@ -33,7 +33,7 @@ class Unet(Pretrained):
     """
 
     Config = UnetConfig
-    not_in_the_weights = frozenset(("gradient_checkpointing",))
+    without_effect_on_weights = frozenset(("gradient_checkpointing",))
 
     def __init__(self, config: UnetConfig) -> None:
         super().__init__(config)

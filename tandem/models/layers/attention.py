@@ -137,8 +137,8 @@ def output_layers(depth: int, num_lower: int, spacing: str) -> list[int]:
     Args:
         num_lower: Number of layers below the last, less than depth.
         spacing: "last": those next to the last. "even": floor(i depth / num_lower) for i from num_lower - 1 to 0, which
-            includes the first layer (musiclm-pytorch 0.2.8, `interspersed_indices`), in fp32 as there, which makes a
-            difference beyond 25 layers.
+            includes the first layer. It is computed in fp32, as by `interspersed_indices` of musiclm-pytorch 0.2.8:
+            beyond 25 layers fp64 would give other layers.
     """
     if spacing == "last":
         return [depth - 1 - i for i in range(num_lower + 1)]

@@ -38,8 +38,8 @@ def derive_keys(keys: Tensor, index: int | Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor | None) -> Tensor:
-    """Set a share of the numbers x (b, ..., n), the rate, to 0 and divide the others by 1 - rate (Srivastava et al.
-    2014). Whether a number is dropped depends on its sample's key and on its indices, not on the sizes of x.
+    """Set each number of x (b, ..., n) to 0 with the probability `rate`, and divide the others by 1 - rate (Srivastava
+    et al. 2014). Whether a number is dropped depends on its sample's key and on its indices, not on the sizes of x.
 
     Args:
         rate: Probability of a number to be dropped, in [0, 1).

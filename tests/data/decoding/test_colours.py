@@ -359,7 +359,7 @@ def _best(ending: str) -> dict[str, Any]:
     return {"quality": 100, "subsampling": 0} if ending == "jpg" else {}
 
 
-IGNORED: dict[str, tuple[Callable[[], Image.Image], bytes]] = {
+IGNORED_CLASSES: dict[str, tuple[Callable[[], Image.Image], bytes]] = {
     "no profile": (coloured, b"no profile but words" * 20), "cut off": (coloured, DISPLAY_P3[:300]),
     "header alone": (coloured, DISPLAY_P3[:128]), "of grey": (coloured, LINEAR_GREY), "of inks": (coloured, inks()),
     "of colours": (lambda: coloured("L", LEFT, RIGHT), DISPLAY_P3), "empty": (coloured, b""),
@@ -367,10 +367,10 @@ IGNORED: dict[str, tuple[Callable[[], Image.Image], bytes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", IGNORED)
+@pytest.mark.parametrize("name", IGNORED_CLASSES)
 @pytest.mark.parametrize("ending", ["png", "jpg"])
 def test_a_profile_that_is_damaged_or_does_not_fit_leaves_the_picture_as_it_is(name, ending):
-    image, content = IGNORED[name]
+    image, content = IGNORED_CLASSES[name]
     assert torch.equal(shown(encoded(image(), ending, icc_profile=content)), shown(encoded(image(), ending)))
 
 

@@ -426,7 +426,7 @@ def test_a_list_on_a_server_names_no_files_of_this_machine(tmp_path):
     with http_server(tmp_path / "web") as at:
         source = opened(f"{at}/set.csv")
         for index in range(4):
-            with pytest.raises(ValueError, match=r"not below its list|no address of a server"):
+            with pytest.raises(ValueError, match=r"outside the folder of its list|no address of a server"):
                 source.record(index)["image"].read(100)
         assert source.record(4)["image"].read(1 << 20) == (tmp_path / "web/a.png").read_bytes()
         here = tmp_path / "here.csv"

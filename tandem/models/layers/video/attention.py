@@ -47,7 +47,7 @@ class MemoryAttention(nn.Module):
             the state of a stream grows.
     """
 
-    stream_name = ""
+    cache_key = ""
 
     def __init__(
         self, dim: int, heads: int, dim_head: int, *, is_causal: bool = False, window: int | None = None
@@ -79,12 +79,12 @@ class MemoryAttention(nn.Module):
         return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
 
     def _prepend_past(self, kv: Tensor, context: Context) -> Tensor:
-        past = context.past(self.stream_name)
+        past = context.past(self.cache_key)
         if past is not None:
             kv = torch.cat([past, kv], dim=3)
         num_keys = kv.shape[3]
         num_past = num_keys if self.window is None else min(self.window - 1, num_keys)
-        context.store(self.stream_name, kv[:, :, :, num_keys - num_past :])
+        context.store(self.cache_key, kv[:, :, :, num_keys - num_past :])
         return kv
 
     @staticmethod
@@ -132,7 +132,7 @@ class TokenShift(nn.Module):
     """The second half of the channels comes from the frame before, times past_gain; zeros at the first frame (the token
     shift of RWKV, Peng et al. 2023)."""
 
-    stream_name = ""
+    cache_key = ""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -141,10 +141,10 @@ class TokenShift(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         channels = len(self.past_gain)
         unshifted, shifted = x.split([x.shape[1] - channels, channels], dim=1)
-        past = context.past(self.stream_name)
+        past = context.past(self.cache_key)
         if past is None:
             past = torch.zeros_like(shifted[:, :, :1])
-        context.store(self.stream_name, shifted[:, :, -1:])
+        context.store(self.cache_key, shifted[:, :, -1:])
         previous = torch.cat([past, shifted[:, :, :-1]], dim=2)
         return torch.cat([unshifted, previous * self.past_gain.to(x.dtype)[:, None, None, None]], dim=1)
 
@@ -179,7 +179,7 @@ class GateLoop(nn.Module):
     the decayed sum of earlier frames; q, v and a are linear in the normalised x (after Katsch 2023, "GateLoop"). The
     recurrence is in fp32 or fp64."""
 
-    stream_name = ""
+    cache_key = ""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -190,12 +190,12 @@ class GateLoop(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         q, v, a = self.to_qva(self.norm(x)).chunk(3, dim=1)
         values, decays = at_least_fp32(v), torch.sigmoid(at_least_fp32(a))
-        past, decayed_states = context.past(self.stream_name), []
+        past, decayed_states = context.past(self.cache_key), []
         state = torch.zeros_like(values[:, :, 0]) if past is None else past
         for frame in range(x.shape[2]):
             decayed_states.append(decays[:, :, frame] * state)
             state = decayed_states[-1] + values[:, :, frame]
-        context.store(self.stream_name, state)
+        context.store(self.cache_key, state)
         gain = self.past_gain.to(values.dtype)[:, None, None, None]
         return x + q * (values + gain * torch.stack(decayed_states, dim=2)).to(q.dtype)
 

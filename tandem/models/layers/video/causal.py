@@ -99,7 +99,7 @@ class CausalConv3d(nn.Conv3d):
             a mirror would show frames of the future.
     """
 
-    stream_name = ""
+    cache_key = ""
 
     def __init__(
         self, fan_in: int, fan_out: int, kernel: tuple[int, int, int], *,
@@ -111,10 +111,10 @@ class CausalConv3d(nn.Conv3d):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # type: ignore[override]
         """(b, i, f, h, w) -> (b, o, f', h', w')."""
-        past = context.past(self.stream_name) if self._num_past_frames else None
+        past = context.past(self.cache_key) if self._num_past_frames else None
         padded = self._pad_time(x) if past is None else torch.cat([past, x], dim=2)
         if self._num_past_frames:
-            context.store(self.stream_name, padded[:, :, -self._num_past_frames :])
+            context.store(self.cache_key, padded[:, :, -self._num_past_frames :])
         if context.is_start and x.shape[2] == 1:
             return self._conv_forward(x, self.weight[:, :, -1:], self.bias)
         return self._conv_forward(padded, self.weight, self.bias)
