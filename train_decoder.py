@@ -201,7 +201,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         cascade, ema, write={"model": models.Decoder.save_pretrained}, best=best, picture_name="pictures",
         validate=validate, draw=lambda versions, batch, step: generation.draw(training.final_model(versions), batch),
-        is_collective_draw=True, use=("sample.py", *training.sampling_example(config)),
+        is_collective_draw=True, next_command=("sample.py", *training.sampling_example(config)),
     )  # fmt: skip
     has_picture_metrics = config.n_evaluation_samples and (config.fid_weights or config.lpips_weights or clip)
     picture_evaluation = training.Action(
@@ -211,11 +211,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if config.n_evaluation_samples:
-        run.say(
-            training.missing_metrics_text(
-                {"inception": config.fid_weights, "lpips": config.lpips_weights, "clip": config.clip}
-            )
-        )
+        metric_weights = {"inception": config.fid_weights, "lpips": config.lpips_weights, "clip": config.clip}
+        run.say(training.missing_metrics_text(metric_weights))
 
     # The bound is a sum over all levels: `timesteps` times the mean over sampled ones (Nichol and Dhariwal 2021).
     vb_weight = config.vb_loss_weight * config.timesteps

@@ -207,7 +207,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         draw=lambda versions, batch, step: draw_matches(
             make_embedder(training.final_model(versions)), batch, config.num_sounds_shown
         ),
-        use=("embed.py", "--audio", data_path(config, "audio_data"), "--output", f"{config.output_dir}/index"),
+        next_command=("embed.py", "--audio", data_path(config, "audio_data"), "--output", f"{config.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     with processes.raise_on_all_ranks():
@@ -219,7 +219,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
         return tuple(sorted(training.width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 
-    for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, kind=token_widths):
+    for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, update_kind=token_widths):
         engine.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         cache = training.GradCache(engine, processes, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):

@@ -157,7 +157,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
-        use=("encode.py", "--video_folder", data_path(config, "video_folder"), "--output", codes_folder),
+        next_command=("encode.py", "--video_folder", data_path(config, "video_folder"), "--output", codes_folder),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
@@ -165,7 +165,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
     total_steps = run.progress.total_steps
     with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
-    for step, batch in training.updates(run, evaluation, preview=config.num_videos_save, kind=gan_loss.active_terms):
+    for step, batch in training.updates(
+        run, evaluation, preview=config.num_videos_save, update_kind=gan_loss.active_terms
+    ):
         tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         discr.lr = with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)

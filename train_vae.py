@@ -135,7 +135,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         vae, ema, write={"model": models.DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
         validate=autocast(validate), draw=autocast(draw), watch=alarm.check,
-        use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", codes_folder),
+        next_command=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", codes_folder),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 

@@ -145,13 +145,15 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
         validate=autocast(validate), draw=autocast(draw),
-        use=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", output),
+        next_command=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", output),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
     total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
-    for step, batch in training.updates(run, evaluation, preview=config.num_images_save, kind=gan_loss.active_terms):
+    for step, batch in training.updates(
+        run, evaluation, preview=config.num_images_save, update_kind=gan_loss.active_terms
+    ):
         drop = schedules.drop_factor(run.progress.epoch, config.lr_drop_epochs)
         vqgan.lr = drop * with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         discr.lr = drop * with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)

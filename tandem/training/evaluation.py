@@ -56,8 +56,8 @@ class Evaluation:
         best: Saves the model of the best validation; None: it is not saved.
         name: Distinguishes the metrics and pictures of several models; "" for one.
         picture_name: The picture's name in the trackers.
-        use: A command that uses the model, for the last line of the run: the script and its flags besides --model,
-            which names the first path of `write`; empty: none.
+        next_command: A command that uses the model, for the last line of the run: the script and its flags besides
+            --model, which names the first path of `write`; empty: none.
         watch: (completed updates, line of metrics) -> warnings to print, each in one line. Called on every process for
             every line, which holds the same reduced values everywhere, those of `validate` among them.
         is_collective_draw: Call `draw` on every process, so that it may contain collectives. Only the root's picture is
@@ -72,7 +72,7 @@ class Evaluation:
     best: BestModel | None = None
     name: str = ""
     picture_name: str = "reconstructions"
-    use: Sequence[str] = ()
+    next_command: Sequence[str] = ()
     watch: Callable[[int, Mapping[str, Any]], Sequence[str]] = lambda step, line: ()
     is_collective_draw: bool = False
 

@@ -56,7 +56,7 @@ def updates(
     *evaluations: Evaluation,
     preview: int,
     extra_actions: Sequence[Action] = (),
-    kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
+    update_kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. After each, in this order:
     count the update, write its line of metrics, exit if the run is asked to stop, and do the `actions` that are due.
@@ -67,7 +67,7 @@ def updates(
     Args:
         preview: Number of samples in a picture.
         extra_actions: Further actions that measure on the validation split; left out if there is no such split.
-        kind: (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
+        update_kind: (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
             operations the update has.
 
     Raises:
@@ -93,15 +93,15 @@ def updates(
         if run.stop_requested(now=True):
             raise AskedToStop
 
-    def update_kind(step: int, batch: Any) -> Hashable:
+    def operations_key(step: int, batch: Any) -> Hashable:
         shapes = ((name, tensor.shape) for name, tensor in batch.items() if isinstance(tensor, torch.Tensor))
-        return kind(step, batch), *shapes
+        return update_kind(step, batch), *shapes
 
     feed.check_stop_request = check_stop_request
     all_actions = actions(run, evaluations, samples, extra_actions)
     try:
         if run.config.dry_run:
-            yield from run_dry(run, all_actions, batch, update_kind)
+            yield from run_dry(run, all_actions, batch, operations_key)
             return
         if run.progress.step and not run.previous_evaluation:  # an earlier start may have ended before its evaluation
             with run.clock.paused():
@@ -109,7 +109,7 @@ def updates(
         while not run.progress.finished:
             run.notify("update", batch)
             step = run.progress.step
-            with run.profiler.update(step + 1), run.operations.update(update_kind(step, batch)):
+            with run.profiler.update(step + 1), run.operations.update(operations_key(step, batch)):
                 yield step, batch
             run.advance()
             run.notify("updated", batch)

@@ -430,16 +430,16 @@ class Run:
                     if self.processes.broadcast_object(self._write_failure):
                         self.close()
                     self._models.append(str(path))
-        self.close(evaluations[0].use)
+        self.close(evaluations[0].next_command)
 
     def write_after_heartbeat(self, label: str, write: Callable[[Path], None], path: Path) -> None:
         """Send a heartbeat, then call `write(path)`, which may take long and sends none itself. On the root."""
         self.processes.heartbeat(f"writing {label}", is_uninterrupted=True)
         write(path)
 
-    def close(self, use: Sequence[str] = ()) -> None:
+    def close(self, next_command: Sequence[str] = ()) -> None:
         """Wait until everything is on the disk, and print the run's outputs and how to use its model (see
-        `Evaluation.use`). Raises Failed if the last writes failed."""
+        `Evaluation.next_command`). Raises Failed if the last writes failed."""
         self.checkpoints.wait()
         self._report_saves(at_end=True)
         self.profiler.close()
@@ -458,7 +458,7 @@ class Run:
             self._record_end("finished")
             self.say(f"finished: {counted(self.progress.step, 'update')} in {format_duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
-            for line in closing_lines(self.folder.path, self._models, picture, use):
+            for line in closing_lines(self.folder.path, self._models, picture, next_command):
                 self.display.say(line, whole=True)
         self.display.close()
         # "final" is the last, because wandb returns the newest artifact of a name without an alias.

@@ -220,14 +220,16 @@ def describe_part(part: Any) -> str:
     return f"{part.name}: {count:,} parameters{f' ({codebook})' if codebook else ''}"
 
 
-def closing_lines(folder: Path, models: Sequence[str], picture: Path | None, use: Sequence[str]) -> Iterator[str]:
-    """Lines on the outputs of a finished run, and the commands that show it and use its model (`Evaluation.use`)."""
+def closing_lines(
+    folder: Path, models: Sequence[str], picture: Path | None, next_command: Sequence[str]
+) -> Iterator[str]:
+    """Lines on the outputs of a finished run, and the commands that show it and use its model."""
     yield f"model: {', '.join(models)}"
     if picture:
         yield f"picture: {picture}"
     yield f"report: {shlex.join([*command_of('report.py'), str(folder)])}"
-    if use:
-        script, *flags = use
+    if next_command:
+        script, *flags = next_command
         yield f"next: {shlex.join([*command_of(script), '--model', models[0], *flags])}"
 
 

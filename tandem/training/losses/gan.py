@@ -117,7 +117,7 @@ class GANLoss:
 
     def active_terms(self, step: int, batch: Mapping[str, Any] | None = None) -> tuple[bool, bool]:
         """Whether update number `step` has the adversarial loss, and whether it has the gradient penalty: the argument
-        `kind` of `training.updates`, which passes the batch, too."""
+        `update_kind` of `training.updates`, which passes the batch, too."""
         return self.is_adversarial(step), self.is_adversarial(step) and self.has_penalty(step)
 
     def micro_batches(self, batch: Mapping[str, Any], step: int) -> Iterator[MicroBatch]:
