@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 
@@ -63,3 +64,9 @@ def test_work_for_after_the_others_is_done_if_nothing_failed(fails: bool) -> Non
         if fails:
             raise ZeroDivisionError
     assert done == ["work"] * (not fails)
+
+
+def test_a_start_searches_seldom_for_garbage_among_what_it_imports() -> None:
+    gc.set_threshold(700, 10, 10)  # Python's own, up to 3.11
+    with single():
+        assert gc.get_threshold()[0] >= 100_000 and gc.isenabled()
