@@ -150,7 +150,7 @@ def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision
     @torch.no_grad()
     def embed_text(text: str) -> Tensor:
         tokenizer_name = str(tokenizer_path or "clip")
-        tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.adds_text_marks)
+        tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.adds_special_tokens)
         vocab_size = config["vocab_size"]
         if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size and not config.get("text_tower")):
             raise ValueError(

@@ -77,8 +77,8 @@ class Config:
     image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
     video_folder: str | None = flag(None, "videos: a folder, tars, a table or manifest, or demo:moving; the clip "
         "in the middle of each is measured", PATH)
-    held_out_of: str | None = flag(None, "measure on the data that this run held out, instead of a folder; its "
-        "--num_frames is then the default", FOLDER, metavar="RUN")
+    held_out_of: str | None = flag(None, "measure on the data that this run held out, instead of a folder; of "
+        "videos, its --num_frames is then the default", FOLDER, metavar="RUN")
     output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
         "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
     image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="method")

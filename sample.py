@@ -244,7 +244,9 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
             raise ValueError(f"{source.flag} has no effect: the Unets that draw take {requires}{hint}")
         if len(source.labels) != len(sources[0].labels):
             counts = (len(source.labels), len(sources[0].labels))
-            raise ValueError(f"{source.flag} gives {counts[0]} conditions, {sources[0].flag} {counts[1]}: give as many")
+            raise ValueError(
+                f"{source.flag} gives {counts[0]} conditions, {sources[0].flag} {counts[1]}: give equally many"
+            )
     if widths and not chosen:
         raise ValueError("the model needs a condition: give --prompts, --image_embeddings or --text_embeddings")
     for name, source in chosen.items():

@@ -120,7 +120,7 @@ class ProcessGroup:
         except (ValueError, OSError) as error:
             mistake = first_line(error)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, TrainingStopped) or not is_out_of_memory(error):  # the former ends the job
+            if isinstance(error, TrainingStopped) or not is_out_of_memory(error):  # TrainingStopped ends the job
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.barrier()

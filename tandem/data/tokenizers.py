@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
     except ImportError:
         raise missing_package("a tokenizer.json", "tokenizers") from None
-    try:
+    with _rust_errors(f"cannot read the tokenizer {path!r}", "; it has to be a Hugging Face tokenizer.json"):
         content = read_bytes(path, LONGEST_JSON_BYTES).removeprefix(codecs.BOM_UTF8)
         if reason := other_kind(content[:LONGEST_BEGINNING]):
             raise ValueError(reason)
@@ -149,21 +150,26 @@ def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         tokenizer.no_padding()
         tokenizer.enable_truncation(max_text_tokens)  # this keeps the start and end tokens
         n_special = tokenizer.num_special_tokens_to_add(is_pair=False)
-    except BaseException as error:  # the package raises plain Exception, and its panics of Rust are BaseException
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        reason = f"cannot read the tokenizer {path!r}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"{reason}; it has to be a Hugging Face tokenizer.json") from None
+        tokenizer.encode("")  # fails where special tokens are missing
     if n_special >= max_text_tokens:
         raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_special} start and end tokens")
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
 
     def to_ids(text: str) -> list[int]:
-        try:
+        with _rust_errors(f"the tokenizer {path!r} cannot read the text {text[:60]!r}"):
             ids: list[int] = tokenizer.encode(text).ids  # not as a batch, which starts threads that a fork would lose
-        except Exception as error:  # the package has no class of its own for errors
-            reason = " ".join(str(error).split())
-            raise ValueError(f"the tokenizer {path!r} cannot read the text {text[:60]!r}: {reason}") from None
         return ids
 
     return Tokenizer(path, vocab_size, max_text_tokens, to_ids, content)
+
+
+@contextlib.contextmanager
+def _rust_errors(problem: str, advice: str = "") -> Iterator[None]:
+    """Turn any error into a ValueError of one line: the package raises plain Exception, and its panics of Rust, as for
+    a file that contradicts itself, are BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{problem}: {' '.join(str(error).split())[:200]}{advice}") from None

@@ -20,8 +20,8 @@ from tandem.io.reading import one_line
 # Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
 _MAX_CHEAP_NUMBER = 1 << 22
 
-# More values than any model has arguments; a pickle of a hundred bytes can hold 2^60 of them,
-# in nested lists, each of which holds the next one several times.
+# More values than any model has arguments; a pickle of a hundred bytes can hold 2^60 of them, in nested lists, each of
+# which holds the next one several times.
 _MAX_VALUES = 1 << 20
 _MAX_DEPTH = 100  # lists in lists
 
@@ -147,7 +147,9 @@ class _SkipRandomValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _RANDOM_FILLS:
             return args[0] if args else kwargs["tensor"]
-        return (torch.empty if func is torch.randn else func)(*args, **kwargs)
+        if func is torch.randn:
+            return torch.empty(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+        return func(*args, **kwargs)
 
 
 @contextmanager

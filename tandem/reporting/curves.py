@@ -23,7 +23,7 @@ _TAIL_BYTES = 256  # compared before each read: other bytes before the offset me
 _MOST_RISES = 100  # more rises of a count are merged with their neighbours
 
 CLOCK = ("step", "samples", "epoch", "seconds", "time")
-"""Keys of a line of metrics that say when it was written. The page draws no chart of them, `MetricsFile.clock` reads
+"""Keys of a line of metrics that say when it was written. The page draws no chart of them; `MetricsFile.clock` reads
 some for the horizontal axis and the costs."""
 
 

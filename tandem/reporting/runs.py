@@ -176,9 +176,7 @@ def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
         step, changed_flags = start.get("step"), start.get("changed")
         if type(step) is not int or step < 0:
             continue
-        last_frame_ends_elsewhere = isinstance(changed_flags, dict) and not {"max_steps", "epochs"}.isdisjoint(
-            changed_flags
-        )
+        is_other_length = isinstance(changed_flags, dict) and not {"max_steps", "epochs"}.isdisjoint(changed_flags)
         end_text = str(previous.get("ended"))
         if end_text.startswith("finished"):
             kind, cause = "extended", "had finished"
@@ -189,7 +187,7 @@ def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
             kind, cause = "killed", f"was killed or failed, and {lost_updates_text}"
         old_machine, machine = describe_placement(previous), describe_placement(start)
         move = f"; from {old_machine} to {machine}" if old_machine != machine else f", on {machine}" if machine else ""
-        with_length = " with another length" if last_frame_ends_elsewhere else ""
+        with_length = " with another length" if is_other_length else ""
         text = f"started again from update {step:,}{with_length}: the previous start {cause}{move}"
         yield {"step": step, "kind": kind, "text": text}
 

@@ -29,7 +29,7 @@ def run_dry(
     run: Run, actions: Sequence[Action], batch: Any, kind: Callable[[int, Any], Hashable]
 ) -> Iterator[tuple[int, Any]]:
     """Yields a few updates like `loop.updates`, then does each of `actions` once, and prints the time of each and of
-    the whole run with these flags. `kind`: see `loop.updates`."""
+    the whole run with these flags. `kind`: see `operations_key` in `loop.updates`."""
     seconds: list[float] = []
     kinds: list[Hashable] = []
     total, device = run.progress.total_steps, run.processes.device

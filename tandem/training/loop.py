@@ -211,11 +211,8 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     if best := evaluation.best:
         (write, *_) = evaluation.write.values()
         with final_weights(evaluation.engine, evaluation.average) as model:
-            step, write_model = (
-                run.progress.step,
-                partial(run.write_after_heartbeat, "the best model", partial(write, model)),
-            )
-            best.save_if_better(values, step, write_model, run.folder.check_is_here)
+            write_model = partial(run.write_after_heartbeat, "the best model", partial(write, model))
+            best.save_if_better(values, run.progress.step, write_model, run.folder.check_is_here)
         run.say(best.failure)
     if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
         run.feed.sees_whole_split = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -91,6 +92,14 @@ def test_what_is_no_tokenizer_is_named(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
     assert str(path) in one_line(open_tokenizer, str(path), 8)
+
+
+def test_a_tokenizer_whose_start_token_is_missing_is_refused_although_its_package_panics(tmp_path):
+    path = Path(hugging_face(tmp_path / "tokenizer.json", WORDS))
+    content = json.loads(path.read_text())
+    del content["post_processor"]["special_tokens"]["[CLS]"]
+    path.write_text(json.dumps(content))
+    assert "tokenizer.json': no entry found for key; it has to be" in one_line(open_tokenizer, str(path), 8)
 
 
 def test_room_for_the_marks_alone_is_refused(tmp_path):

@@ -338,8 +338,8 @@ class Sampling(ModelConfig):
     )
     dynamic_thresholding: float = flag(
         0.0,
-        "in each step, scale the predicted picture so that this quantile of its absolute values is in range, such as "
-        "0.95; 0: clip to the range",
+        "in each step, scale the predicted picture so that this quantile of its absolute values, such as 0.95, is in "
+        "range; 0: clip to the range",
         fraction,
         aliases="dynamic_thres_percentile",
     )

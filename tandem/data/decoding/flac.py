@@ -112,9 +112,8 @@ def _parse_frame(header: bytes, block_size: int) -> tuple[int, int] | None:
     if len(header) < 16:
         header += bytes(16 - len(header))
     is_variable, size_code, rate_code = header[1] & 1, header[2] >> 4, header[2] & 15
-    ones = (
-        8 - (header[4] ^ 0xFF).bit_length()
-    )  # leading ones of the coded number: as many as its bytes, none for one byte
+    # Leading ones of the coded number: as many as its bytes, none for one byte.
+    ones = 8 - (header[4] ^ 0xFF).bit_length()
     if size_code == 0 or rate_code == 15 or header[3] & 1 or ones in (1, 8):
         return None
     end = 4 + max(1, ones)

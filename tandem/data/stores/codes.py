@@ -18,9 +18,9 @@ the number of frames before encoding, and the frames per second (null: an image)
     {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
     line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
 
-Videos encoded with --keep_aspect, whose frames differ in shape, have rows of a single code, (n,), in the order of
-frames, lines and columns; then "grid" in index.json, the shape of a row, is [], and each line has the shape of its
-frames, (h, w):
+Videos encoded with --keep_aspect, which differ in shape from one another, have rows of a single code, (n,), in the
+order of frames, lines and columns; then "grid" in index.json, the shape of a row, is [], and each line has the shape of
+its frames, (h, w):
 
     {"path": "b.mp4", "shard": 0, "row": 480, "code_frames": 5, "frames": 17, "fps": 25.0, "grid": [8, 14]}
     of_video = codes[line["row"]:][:5 * 8 * 14].reshape(5, 8, 14)

@@ -97,7 +97,7 @@ class MuLaN(Pretrained):
         config.check()
         super().__init__(config)
         # Whether CLIP's tokenizer marks the start and the end of a text; musiclm-pytorch has no marks.
-        self.adds_text_marks = config.layout == "tandem"
+        self.adds_special_tokens = config.layout == "tandem"
         self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
         self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
         self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MAX_ELEMENTS))

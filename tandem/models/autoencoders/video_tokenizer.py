@@ -65,9 +65,7 @@ class VideoTokenizer(Autoencoder):
     Config = VideoTokenizerConfig
     without_effect_on_weights = VideoTokenizerConfig.without_effect_on_weights()
     channels = 3  # RGB
-    cut_before = (
-        "decoder",
-    )  # where torch.compile begins a new graph, see `cut_graph` of distributed.engines.replicated
+    cut_before = ("decoder",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__(config)

@@ -63,7 +63,7 @@ class VQGAN(Autoencoder):
 
     Config = VQGANConfig
     without_effect_on_weights = VQGANConfig.without_effect_on_weights()
-    cut_before = ("quantizer",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("quantizer",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(config)

@@ -37,7 +37,7 @@ def missing_metrics_text(networks: Mapping[str, object | None]) -> str | None:
     """
     needs = _METRICS_BY_NETWORK.items()
     missing = [f"{metrics} ({flag})" for name, (metrics, flag) in needs if networks.get(name) is None]
-    return f"not measured without the weights that they need: {', '.join(missing)}" if missing else None
+    return f"not measured, because their weights are not given: {', '.join(missing)}" if missing else None
 
 
 class Distributions:
