@@ -109,11 +109,11 @@ def build_parser() -> ArgumentParser:
 class Embedder(NamedTuple):
     """A MuLaN on the device of the run.
 
-    identity: see `Trained`.
+    identity: the model's "config" and "weights_sha256", see `tandem.weights.load.Trained`.
     dim: length of an embedding.
     decoder: reads clips of the model's length from sounds.
-    embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
-        its device.
+    embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), fp32 on the device of the run; they are computed
+        in the precision of the run.
     embed_text: a sentence -> its unit vector (dim,). Each sentence is a batch of its own, so that no bit of its vector
         depends on other sentences.
     """
@@ -200,13 +200,13 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
         sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
-        parts = time_ranges(sounds.source)  # of files, if a table states parts
+        ranges = time_ranges(sounds.source)  # start and end of each sound in its file; empty if all are whole files
     if sounds.skipped:
         say(sounds.skipped)
     settings = {
         "task": "embed", **embedder.identity, "dim": embedder.dim, "max_clips": args.max_clips,
         "batch_size": args.batch_size, **kernel_settings(args, processes),
-        "files": len(names), "names_sha256": names_sha256([*names, *parts]),
+        "files": len(names), "names_sha256": names_sha256([*names, *ranges]),
         "files_per_shard": args.files_per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=say)
@@ -214,7 +214,7 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
     shards = ShardWriter(output, EMBEDDINGS, empty, names, args.files_per_shard)
 
     def compute_embeddings(shard_items: Sequence[range]) -> Iterator[EncodedShard]:
-        options = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
+        options = {"batch_size": args.batch_size, "samples_per_request": 1, "num_workers": args.num_workers}
         options["waiting"] = processes.waiting_for_workers
         load = functools.partial(load_clips, sounds)
         for encoded in encode_batches(load, sounds.describe, shard_items, embedder.embed_clips, **options):

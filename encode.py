@@ -260,7 +260,7 @@ class ImageCoder:
         needs_label = not model.num_codes  # latents are for diffusion transformers, which take a class
         images = open_labelled(args.image_folder, is_needed=needs_label, image_size=side, channels=model.channels)
         load = functools.partial(load_image, images)
-        options = {"batch_size": batch_size, "per_request": batch_size, "num_workers": args.num_workers}
+        options = {"batch_size": batch_size, "samples_per_request": batch_size, "num_workers": args.num_workers}
         options["waiting"] = self._processes.waiting_for_workers
         return grid, images, lambda shards: encode_batches(load, images.describe, shards, self._encode, **options)
 

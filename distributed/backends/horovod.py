@@ -1,4 +1,4 @@
-"""The backend for Horovod, with the engine of all backends that replicate the model.
+"""The backend for Horovod. Its engine is that of all backends that keep the whole model on each process.
 
 ``hvd.DistributedOptimizer`` is not used: it starts with an empty optimizer state, does not show when gradients are
 reduced, and fuses tensors in the order of their arrival. The engine's buckets are fused already, so Horovod's own
@@ -22,7 +22,7 @@ _INSTALLER = "scripts/install_horovod.sh"
 class HorovodBackend(Backend):
     name = "horovod"
     auto_order = 10
-    sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
+    sockets_per_process = 5  # four of Horovod (its two meshes and its controller), one of the watchdog
     package = "horovod"
     install_hint = f"bash {short_path(HOME / _INSTALLER)}"
 
@@ -51,8 +51,8 @@ class HorovodBackend(Backend):
             )
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse
-        # Gloo's time limit for an answer, 30 s by default, would also end a job that was frozen for so long, and cannot
-        # be changed later. The watchdog ends a job that makes no progress.
+        # Gloo fails if an answer takes longer than this limit, by default 30 s, as while a job is suspended (SIGSTOP).
+        # The limit cannot be changed later. The watchdog ends jobs that make no progress.
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(60 * self.options.timeout_minutes) + 60))
         import torch
 
@@ -71,7 +71,9 @@ class HorovodBackend(Backend):
             )
         device = local_device(hvd.local_rank(), self.launch.launcher)
         if device.type == "cuda" and not hvd.nccl_built():
-            raise ValueError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
+            raise ValueError(
+                f"this Horovod was built without NCCL; install CUDA's toolkit, then run {self.install_hint}"
+            )
         comm = HorovodCommunicator()
         # NCCL, which starts with the first gradients, would fail if two processes share a GPU.
         if mistake := shared_gpu_error(comm.gather_objects(gpu_id(device))):

@@ -68,8 +68,9 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def live_weights(module: nn.Module) -> dict[str, Any]:
-    """Weights and persistent buffers by name. Those that are not trained are functions that return them, because a
-    forward pass may change them (running statistics, codebooks): copy them at once."""
+    """Weights and persistent buffers by name, not copied. In the place of one that is not trained stands a function
+    that returns it. The caller copies its result immediately, and not in a thread, because the next forward pass may
+    change it (running statistics, codebooks)."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {name: tensor.detach() if name in trained else tensor.detach for name, tensor in module.state_dict().items()}
 
@@ -87,7 +88,8 @@ def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def portable_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The state of an optimizer in the form of `read_optimizer`; ``slots`` tells whether all moments were saved."""
+    """The state of an optimizer in the form of `read_optimizer`. ``slots`` lists the names of the moments, by which
+    `check_moments` notices that one is missing."""
     return {"type": optimizer_kind(optimizer), "step": step, "slots": sorted(moments), "moments": moments}
 
 
@@ -104,7 +106,7 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sh
     if saved != own:
         raise ValueError(f"the saved optimizer is {saved}, this run's is {own}: its moments mean something else")
     if mismatched := sorted(set(state["slots"]) ^ set(state["moments"])):
-        raise ValueError(f"optimizer moment {mismatched[0]} is missing or was never saved")
+        raise ValueError(f"optimizer moment {mismatched[0]} is missing in the saved state, or in its list of moments")
     for slot, tensors in state["moments"].items():
         check_names(f"optimizer moment {slot}", tensors, shapes)
 

@@ -21,7 +21,7 @@ from .converters import (
 )
 from .fields import Requirement, above_0, flag, when
 
-# The largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md.
+# The largest --gan_weight_scale with which models without a perceptual loss nearly kept their PSNR: docs/vqgan.md.
 _MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
 
 _PERCEPTUAL = when("perceptual", "vgg", "lpips")
@@ -35,7 +35,7 @@ VALIDATION = Requirement(
 @dataclass
 class GANFlags:
     """Flags of every script that trains against a discriminator (`tandem.training.losses.gan`), and by a perceptual
-    loss. `generator_width` is the flag of the generator's first channels."""
+    loss. `generator_width` is the name of the flag for the channels of the generator's first layer."""
 
     generator_width: ClassVar[str] = "dim"
 
@@ -47,7 +47,11 @@ class GANFlags:
         fixed_on_resume=True,
     )
     discr_dim: int | None = flag(
-        None, "first channels of the discriminator (default: the generator's)", width, title="GAN", fixed_on_resume=True
+        None,
+        "channels of the discriminator's first layer (default: as many as the generator's)",
+        width,
+        title="GAN",
+        fixed_on_resume=True,
     )
     discr_layers: int = flag(
         4,

@@ -197,7 +197,7 @@ class ModelConfig:
         return cls(**{name: getattr(args, name) for name in specs_of(cls)})
 
     @classmethod
-    def fill_in(cls, args: Any) -> None:
+    def derive_missing(cls, args: Any) -> None:
         """Set a run's arguments to the fields of their configuration, whose `__post_init__` derives missing ones."""
         config = cls.from_args(args)
         vars(args).update({name: getattr(config, name) for name in specs_of(cls)})

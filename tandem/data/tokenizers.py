@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, LONGEST_JSON_BYTES, other_kind, read_bytes
+from tandem.io.reading import LONGEST_BEGINNING, LONGEST_JSON_BYTES, read_bytes, wrong_kind_text
 from tandem.io.writing import write_atomically
 
 _CLIP_NAME = "clip"
@@ -144,7 +144,7 @@ def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         raise missing_package("a tokenizer.json", "tokenizers") from None
     with _rust_errors(f"cannot read the tokenizer {path!r}", "; it has to be a Hugging Face tokenizer.json"):
         content = read_bytes(path, LONGEST_JSON_BYTES).removeprefix(codecs.BOM_UTF8)
-        if reason := other_kind(content[:LONGEST_BEGINNING]):
+        if reason := wrong_kind_text(content[:LONGEST_BEGINNING]):
             raise ValueError(reason)
         tokenizer = HuggingFaceTokenizer.from_str(content.decode())
         tokenizer.no_padding()

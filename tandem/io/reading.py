@@ -28,12 +28,12 @@ READ_ERRORS: tuple[type[Exception], ...] = (
     MemoryError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
     lzma.LZMAError, SyntaxError, tokenize.TokenError,
 )  # fmt: skip
-"""Errors of reading and parsing a damaged or hostile file (numpy parses headers as Python); safetensors adds its
-SafetensorError. RuntimeError is not among them, because PyTorch raises it for mistakes of this program, too."""
+"""Errors of reading and parsing a damaged or hostile file (numpy parses headers as Python). Who reads safetensors files
+catches SafetensorError, too. RuntimeError is not among them, because PyTorch raises it for mistakes of this program."""
 
 # The longest files that are read whole. Config files have a few kB, and PyYAML takes a second for 100 kB.
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
-BYTE_ORDER_MARK = "\ufeff"  # editors put it before a text; `cat` and web pages leave it inside
+BYTE_ORDER_MARK = "\ufeff"  # at the start of a file; texts joined by `cat` or copied from web pages have it inside
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_ERROR = 500  # characters
 _OS_ERROR = re.compile(r"\(os error (\d+)\)$")  # system errors in messages of Rust, such as safetensors'
@@ -120,9 +120,10 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
             yield line
 
 
-def other_kind(beginning: bytes, more_kinds: tuple[tuple[bytes, str, str], ...] = ()) -> str:
-    """What a file holds by its first `LONGEST_BEGINNING` bytes, such as a pointer of Git LFS, and the advice, as a part
-    of a message; "" for any content that is neither in `_OTHER_KINDS` nor in ``more_kinds``, which are of its form."""
+def wrong_kind_text(beginning: bytes, more_kinds: tuple[tuple[bytes, str, str], ...] = ()) -> str:
+    """If a file begins like one of another kind, such as a pointer of Git LFS: the part of a message that names the
+    kind and says what to do; otherwise "". The kinds are `_OTHER_KINDS` and ``more_kinds``, tuples of the same form.
+    ``beginning``: its first `LONGEST_BEGINNING` bytes."""
     for pattern, kind, remedy in (*_OTHER_KINDS, *more_kinds):
         if re.match(pattern, beginning):
             return f"it is {kind}; {remedy}"
@@ -131,7 +132,7 @@ def other_kind(beginning: bytes, more_kinds: tuple[tuple[bytes, str, str], ...] 
 
 def plain_text(content: bytes) -> str:
     """A UTF-8 text without byte order marks. Raises ValueError, in one line, if it is not UTF-8."""
-    if reason := other_kind(content[:LONGEST_BEGINNING]):
+    if reason := wrong_kind_text(content[:LONGEST_BEGINNING]):
         raise ValueError(reason)
     try:
         return content.decode().replace(BYTE_ORDER_MARK, "")
@@ -158,7 +159,7 @@ def parse_json(content: bytes, **hooks: Any) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError:
-        if reason := other_kind(content[:LONGEST_BEGINNING]):
+        if reason := wrong_kind_text(content[:LONGEST_BEGINNING]):
             raise ValueError(reason) from None
         raise
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import writing
 from .archive import IGNORED_CLASSES, STATE_DICT_ADVICE, WRAPPER_NAMES, check_archive, check_old_file, substitute_for
-from .reading import LONGEST_BEGINNING, check_regular, error_text, one_line, other_kind
+from .reading import LONGEST_BEGINNING, check_regular, error_text, one_line, wrong_kind_text
 
 # Prefixes that DataParallel and DDP, torch.compile, FSDP and modules of Lightning put before all names; some of them
 # also put them before names of inner layers.
@@ -125,7 +125,7 @@ def why_no_weights(path: Path) -> str:
         if not any(member.lower().endswith("data.pkl") for member in members):
             return f"it is a zip of {len(members)} files, none of them PyTorch's; unpack it"
         return ""
-    if reason := other_kind(beginning, _NO_WEIGHTS):
+    if reason := wrong_kind_text(beginning, _NO_WEIGHTS):
         return reason
     if beginning.startswith(_PICKLE):
         return ""

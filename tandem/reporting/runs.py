@@ -1,4 +1,4 @@
-"""The data of a run for the page: everything in its folder but the weights, as JSON values."""
+"""The data of a run for the page of report.py: everything in its folder but the weights, as JSON values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RATE_LABELS = {
     "mfu": "share of the devices' peak (MFU)",
 }  # fmt: skip
 _WAIT_LABELS = {"data_seconds": "data", "communication_seconds": "other processes", "save_seconds": "checkpoints"}
-# Count of faults -> kind of mark, noun for what is counted, and the action of the run.
+# Name of a metric that counts faults -> kind of mark, noun for what is counted, and the action of the run.
 _FAULT_LABELS = {"skipped_updates": ("skipped", "update", "skipped"), "bad_samples": ("bad", "bad sample", "replaced")}
 
 
@@ -160,7 +160,7 @@ def marks(history: Sequence[Mapping[str, Any]], rises: Mapping[str, Sequence[Seq
 
     Args:
         history: The lines of starts.jsonl.
-        rises: Count of faults -> its increases, [first update, last update, increase].
+        rises: Name of a metric that counts faults -> its increases, [first update, last update, increase].
     """
     events = [*_resume_marks(history)]
     for name, intervals in rises.items():
@@ -193,7 +193,7 @@ def _resume_marks(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
 
 
 def _cost_lines(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The costs of the run, by label."""
+    """The costs of the run, by label. "high" and "last" of a curve are [value, update], or None."""
     samples, seconds = (metrics.clock[name].as_json()["high"] for name in ("samples", "seconds"))
     if metrics.last_step >= 0:
         yield "updates", f"{metrics.last_step:,}"

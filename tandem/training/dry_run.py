@@ -26,15 +26,15 @@ _UPDATES = 3  # of which the first one may compile, choose kernels and start loa
 
 
 def run_dry(
-    run: Run, actions: Sequence[Action], batch: Any, kind: Callable[[int, Any], Hashable]
+    run: Run, actions: Sequence[Action], batch: Any, operations_key: Callable[[int, Any], Hashable]
 ) -> Iterator[tuple[int, Any]]:
     """Yields a few updates like `loop.updates`, then does each of `actions` once, and prints the time of each and of
-    the whole run with these flags. `kind`: see `operations_key` in `loop.updates`."""
+    the whole run with these flags. Updates with an equal `operations_key` (number, batch) have the same operations."""
     seconds: list[float] = []
     kinds: list[Hashable] = []
     total, device = run.progress.total_steps, run.processes.device
     for _ in range(min(_UPDATES, total)):
-        kinds.append(kind(run.progress.step, batch))
+        kinds.append(operations_key(run.progress.step, batch))
         with _timed(seconds, device), run.operations.update(kinds[-1]):
             yield run.progress.step, batch
             batch = run.feed.next()
@@ -43,6 +43,7 @@ def run_dry(
             raise AskedToStop
     per_update, total_seconds = min(seconds), total * min(seconds)
     action_seconds: dict[str, float] = {}
+    # The checkpoint is the last, because its thread would slow down the others.
     for action in sorted(actions, key=lambda action: not action.measures):
         timing: list[float] = []
         with _timed(timing, device):
@@ -70,8 +71,8 @@ def run_dry(
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {memory}; a checkpoint has {n_bytes / 1e6:.3g} MB")
     summary = f"the whole run, {counted(total, 'update')} with all that, would take {format_duration(total_seconds)}"
-    if total_seconds > run.clock.run_seconds:
-        reachable = counted(max(1, int(total * run.clock.run_seconds / total_seconds)), "update")
+    if total_seconds > run.clock.max_run_seconds:
+        reachable = counted(max(1, int(total * run.clock.max_run_seconds / total_seconds)), "update")
         summary += f"; --max_minutes {run.config.max_minutes:g} ends it after about {reachable}"
     run.say(f"{summary}; dry run: nothing of it was kept")
     run.close()

@@ -24,8 +24,9 @@ class Action:
         name: Its name in a dry run.
         every: The number n of updates; 0: only at the end.
         do: The function that does it; returns values by name if it measures, else None.
-        measures: Whether its values are written as a line of metrics of their own. As it may take long, the checkpoint
-            of the same update comes first; a run that ends in between does this action at its next start.
+        measures: Whether it is an evaluation, whose values are written as a line of metrics of their own. As it may
+            take long, the checkpoint of the same update comes first; a run that ends in between does this action at its
+            next start.
         is_requested: Returns whether it happens after this update in any case.
     """
 

@@ -196,7 +196,7 @@ class Run:
         changed_flags = self._record_start()
         self.display = ProgressDisplay(
             self.progress, self.is_root, columns=self._columns,
-            max_seconds_left=lambda: self.clock.run_seconds - self.clock.seconds,
+            max_seconds_left=lambda: self.clock.max_run_seconds - self.clock.seconds,
         )  # fmt: skip
         if self.progress.unlogged_line and not self.tracker.has_line(self.progress.step):
             # A checkpoint of an earlier version, which wrote an update's line after the validation.
@@ -234,7 +234,7 @@ class Run:
             with processes.raise_on_all_ranks():
                 if self.progress.step != step_of(latest):
                     raise damage_error(latest, f"it holds the state of update {self.progress.step}")
-        if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
+        if self.progress.step and self.progress.seconds >= self.clock.max_run_seconds:
             # The time is over. A checkpoint of the last update ends the run here; after another one the run makes one
             # more update, with a line of metrics and a checkpoint.
             is_end = self.progress.was_finished or self.folder.finished_step == self.progress.step

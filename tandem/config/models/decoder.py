@@ -47,7 +47,8 @@ class UnetConfig(ModelConfig):
         dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
         dim_mults: A number for each level. Each level but the last halves the sides; with memory_efficient, each does.
         cond_dim: Width of the tokens that the blocks attend to; None: dim.
-        num_resnet_blocks: Blocks on the way down and up besides the first: one number, or one for each level.
+        num_resnet_blocks: Residual blocks of a level after its first one, on the way down and again on the way up: one
+            number, or one for each level.
         self_attn: 1 for self-attention at the end of a level, 0 for none: one value, or one for each level. The middle
             always has self-attention.
         sparse_attn: Linear attention at the end of each level without self-attention.
@@ -154,7 +155,10 @@ class DecoderConfig(RecomputingConfig):
         None, "width of the tokens that cross-attention sees (default: --dim)", width, architecture=True
     )
     num_resnet_blocks: list[tuple[int, ...]] = per_unet(
-        [(2,)], "residual blocks per level: one number, or one for each level", sizes, architecture=True
+        [(2,)],
+        "residual blocks per level after the first one: one number, or one for each level",
+        sizes,
+        architecture=True,
     )
     self_attn: list[tuple[int, ...]] = per_unet(
         [(0,)], "self-attention at the end of a level: 0 or 1, for all levels or for each", sizes, architecture=True
@@ -223,7 +227,8 @@ class DecoderConfig(RecomputingConfig):
     )
     lowres_noise_level: float = flag(
         0.2,
-        "noise level of the smaller picture in sampling, as a fraction of its 1000 levels",
+        "noise level of the smaller picture in sampling, from 0 (none) to 1 (the highest of 1000 levels, whatever "
+        "--timesteps is)",
         fraction,
         requires=when("lowres_condition", "noise"),
     )
@@ -270,7 +275,7 @@ class DecoderConfig(RecomputingConfig):
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
             expand_per_unet(cls, args)
-            DecoderConfig.fill_in(args)
+            DecoderConfig.derive_missing(args)
         except ValueError as error:
             parser.error(str(error))
         if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):

@@ -239,7 +239,7 @@ class MuLaNConfig(RecomputingConfig):
             for name, value in {**_MUSICLM_FIXED, **windows}.items():
                 if name not in args.explicit:
                     setattr(args, name, value)
-        MuLaNConfig.fill_in(args)
+        MuLaNConfig.derive_missing(args)
 
     def tower_arguments(self, tower: str) -> dict[str, Any]:
         """Arguments of the `Transformer` of the "audio" or the "text" tower."""

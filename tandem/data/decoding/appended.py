@@ -19,9 +19,9 @@ _MAX_CAF_CHUNKS = 100  # that are read
 
 def check_nothing_appended(sound: Any, file: RandomAccessFile) -> None:
     """Raise ValueError, in one line, if the file of an open soundfile.SoundFile holds a second stream behind the first.
-    Signs of a second stream: in Ogg another serial number; in MP3 data behind the length in the Xing tag (without the
-    tag libsndfile reads all); in FLAC a last frame that does not end at the length in the header; in other formats a
-    second header where the first stream ends. libsndfile itself refuses such WAV and AIFF files."""
+    Signs of a second stream: for Ogg, another serial number; for MP3, data behind the length that the Xing tag states
+    (without the tag libsndfile reads all); for FLAC, a last frame that does not end at the length in the header; for
+    other formats, a second header where the first stream ends. libsndfile itself refuses such WAV and AIFF files."""
     detect = {
         "OGG": lambda: _is_chained_ogg(sound, file),
         "MP3": lambda: _has_more_mp3(file),

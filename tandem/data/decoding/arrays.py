@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tandem.data.sources.files import redact
 from tandem.data.sources.record import FileRef, open_range
-from tandem.io.reading import other_kind
+from tandem.io.reading import wrong_kind_text
 
 Array = npt.NDArray[np.float32]
 
@@ -59,7 +59,7 @@ def read_array_header(ref: FileRef) -> StoredArray:
     try:
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
     except Exception:  # numpy parses the header as Python, so a damaged one can raise anything
-        raise ValueError(other_kind(content) or "it is no numpy array (.npy)") from None
+        raise ValueError(wrong_kind_text(content) or "it is no numpy array (.npy)") from None
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
         raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")

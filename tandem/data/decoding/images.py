@@ -22,7 +22,7 @@ from torch.nn import functional
 from tandem.data.bad_samples import SampleIncomplete, report_partial_read
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws, derive_key
-from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
+from tandem.io.reading import LONGEST_BEGINNING, open_regular, wrong_kind_text
 
 from .colours import explain_unread_tiff, to_resizable_mode, to_srgb
 
@@ -203,7 +203,7 @@ def _open_image(file: Any) -> Image.Image:
         file.seek(0)
         beginning = file.read(LONGEST_BEGINNING)
         formats = ", ".join(name for name, endings in FORMATS.items() if endings)
-        reason = "the file is empty" if not beginning else other_kind(beginning) or explain_unread_tiff(file)
+        reason = "the file is empty" if not beginning else wrong_kind_text(beginning) or explain_unread_tiff(file)
         unknown = f"the content is none of {formats}, or a variant that Pillow does not read"
         raise ValueError(reason or unknown) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...

@@ -28,7 +28,7 @@ from tandem.data.sources.files import FileWindow, LocalFile, MemoryFile
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
+from tandem.io.reading import LONGEST_BEGINNING, open_regular, wrong_kind_text
 
 from .appended import check_nothing_appended
 from .flac import restore_length
@@ -153,7 +153,7 @@ def _open_sound(ref: FileRef) -> Iterator[Any]:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
         reason = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
-        raise ValueError(other_kind(ref.read(LONGEST_BEGINNING)) or reason) from None
+        raise ValueError(wrong_kind_text(ref.read(LONGEST_BEGINNING)) or reason) from None
 
 
 @contextlib.contextmanager

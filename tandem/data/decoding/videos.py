@@ -24,7 +24,7 @@ from tandem.data.bad_samples import SampleSkipped, reason_of
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
+from tandem.io.reading import LONGEST_BEGINNING, counted, wrong_kind_text
 
 from .frames import Frame, FrameConverter, Picture
 from .images import CENTER, ChooseSquare, Crop, decode_image
@@ -200,7 +200,7 @@ def open_video(ref: FileRef) -> Iterator[Video]:
                 yield Video(container)
         except av.FFmpegError as error:
             reason = f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}"
-            raise ValueError(other_kind(ref.read(LONGEST_BEGINNING)) or reason) from None
+            raise ValueError(wrong_kind_text(ref.read(LONGEST_BEGINNING)) or reason) from None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tandem.data.bad_samples import reason_of
-from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind, parse_json
+from tandem.io.reading import LONGEST_BEGINNING, counted, parse_json, wrong_kind_text
 
 from . import remote
 from .files import is_url, redact
@@ -115,7 +115,7 @@ def _read_rows(
     lines: _Lines | None = None
     try:
         with open_range(FileRef(path)) as raw:
-            if other := other_kind(raw.pread(LONGEST_BEGINNING, 0)):
+            if other := wrong_kind_text(raw.pread(LONGEST_BEGINNING, 0)):
                 raise ValueError(other)
             file = io.TextIOWrapper(io.BufferedReader(raw, _BUFFER_BYTES), encoding="utf-8-sig", newline="")
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())

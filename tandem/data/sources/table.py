@@ -26,7 +26,7 @@ import numpy as np
 
 from tandem.data.bad_samples import reason_of
 from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, other_kind, read_json
+from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, read_json, wrong_kind_text
 
 from .files import is_url, redact
 from .folder import FolderSource, NothingFoundError
@@ -313,7 +313,7 @@ def _open_table(path: str) -> _ArrowFile | _ParquetFile:
         try:
             return _ParquetFile(path) if redact(path).lower().endswith(".parquet") else _ArrowFile(path)
         except ValueError:  # pyarrow's errors about the content are ValueErrors, too
-            if reason := other_kind(FileRef(path).read(LONGEST_BEGINNING)):
+            if reason := wrong_kind_text(FileRef(path).read(LONGEST_BEGINNING)):
                 raise ValueError(reason) from None
             raise
 

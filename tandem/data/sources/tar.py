@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.data.bad_samples import reason_of
-from tandem.io.reading import READ_ERRORS, counted, other_kind
+from tandem.io.reading import READ_ERRORS, counted, wrong_kind_text
 
 from .files import RandomAccessFile, is_url
 from .folder import about_skipped, ending_of, skipped_line
@@ -350,7 +350,7 @@ def _read_members(
         if position >= n_bytes:
             raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
         if not _is_header(header):
-            raise ValueError(("" if position else other_kind(header)) or f"no header at byte {position}")
+            raise ValueError(("" if position else wrong_kind_text(header)) or f"no header at byte {position}")
         kind, begin, size = header[156:157], position + _BLOCK, _parse_number(header[124:136])
         if kind in _HEADERS:
             if not 0 <= size <= _MAX_HEADER_BYTES:

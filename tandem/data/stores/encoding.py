@@ -36,7 +36,7 @@ def encode_batches(
     encode: Callable[[Tensor], Tensor],
     *,
     batch_size: int,
-    per_request: int,
+    samples_per_request: int,
     num_workers: int,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[EncodedShard]:
@@ -45,12 +45,15 @@ def encode_batches(
     Args:
         load: index -> the pieces of a sample (n, ...), n > 0, of one shape for all samples, and its index entry. Raises
             OSError or ValueError, in one line, if it cannot be read. `num_workers` loader processes call it, each for
-            `per_request` samples at a time; it is pickled if they are not forked.
+            `samples_per_request` samples at a time; it is pickled if they are not forked.
         encode: Pieces (batch_size, ...), padded with 0 -> rows (batch_size, ...) on any device. All batches have one
             size, so that the bits of a row depend only on its own piece.
         waiting: See `Loader`.
     """
-    groups = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
+    groups = [
+        [indices[i : i + samples_per_request] for i in range(0, len(indices), samples_per_request)]
+        for indices in shards
+    ]
     load_request = functools.partial(load_samples, load, describe)
     batches = iter(Loader(load_request, list(itertools.chain(*groups)), num_workers, waiting=waiting))
     return (_encode_shard(itertools.islice(batches, len(group)), encode, batch_size) for group in groups)

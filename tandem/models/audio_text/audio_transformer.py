@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class PreciseLayerNorm(nn.LayerNorm):
-    """LayerNorm in the precision of its input, because powers exceed the range of fp16. Its output has the dtype of its
-    weights."""
+    """LayerNorm in the precision of its input, because the values of a power spectrogram exceed the range of fp16. Its
+    output has the dtype of its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -30,7 +30,7 @@ class PatchEmbedding(nn.Module):
 
     The first norm removes the loudness of a patch. With ``has_levels``, asinh of the mean and of the standard deviation
     of each patch are therefore projected and added after the norm: asinh is about the identity for small values and a
-    logarithm for large ones, such as powers.
+    logarithm for large ones, such as those of a power spectrogram.
     """
 
     def __init__(self, patch_size: int, dim: int, has_levels: bool) -> None:
@@ -97,7 +97,7 @@ class AudioTransformer(nn.Module):
 
     def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
-        dim, is_tandem = config.audio_dim, config.layout == "tandem"
+        dim, is_tandem = config.audio_dim, config.layout == "tandem"  # or "musiclm", that of musiclm-pytorch
         if dim % 4 or dim < 8:
             problem = f"audio_dim {dim} is no multiple of 4 of at least 8"
             raise ValueError(f"{problem}, which sine and cosine of two coordinates need")

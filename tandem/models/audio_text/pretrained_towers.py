@@ -1,7 +1,7 @@
 """Towers of MuLan that are published encoders: of texts, CLIP (Radford et al. 2021), BERT (Devlin et al. 2019) and
 RoBERTa (Liu et al. 2019); of sounds, AST (Gong et al. 2021). The networks are those of the package transformers.
 
-They train, or stay frozen, in eval mode, without dropout. `weights.formats.towers` reads the weights.
+They are trained or frozen; in both cases they have no dropout. `weights.formats.towers` reads the weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .text_transformer import mask_tokens
 _CLASSES = TEXT_KINDS | AUDIO_KINDS
 _FRAME, _HOP, _N_FFT = 400, 160, 512  # samples: 25 ms, 10 ms, and the next power of two
 _LOWEST_HZ, _PREEMPHASIS = 20.0, 0.97
-_MIN_ENERGY = 2.0**-23  # energies are raised to this, fp32's epsilon
+_MIN_ENERGY = 2.0**-23  # lower limit of the energies: fp32's epsilon
 
 
 def import_transformers() -> Any:
-    """The package, with an attention "tandem" registered, whose kernels give the same bits with and without a graph.
+    """The package, with an attention "tandem" registered, whose kernels give the same bits with and without autograd.
     Raises ValueError, in one line, if it is not installed."""
     try:
         import transformers
@@ -90,8 +90,8 @@ class _Tower(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.layers[1:])
 
     def _features(self, pool: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
-        """Features of `layers`: ``pool`` turns the output (b, n, dim) of each layer, of the last one after the
-        encoder's own norm, into (b, dim) -> (b, 1 + num_lower, dim)."""
+        """Features (b, 1 + num_lower, dim) of `layers`. ``pool`` turns the output (b, n, dim) of a layer into (b, dim);
+        that of the last layer has passed the encoder's own norm."""
         with torch.no_grad() if self.frozen else nullcontext():
             out = self.encoder(**inputs, output_hidden_states=len(self.layers) > 1)
             last, *lower = map(
@@ -101,8 +101,9 @@ class _Tower(nn.Module):
 
 
 def _view_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Views of a module's inputs. At a view the gradients of the module's uses of an input are summed, before those of
-    other uses are added. ZeRO 3, FSDP and recomputation sum in this order: bits do not depend on their use."""
+    """Views of a module's inputs. Through a view, autograd first sums the gradients that come from inside the module,
+    and then adds those of others that use the input. ZeRO 3, FSDP and recomputation always sum in this order, so that
+    bits are the same with and without them."""
     return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in inputs)
 
 
@@ -143,15 +144,15 @@ class PretrainedAudioTower(_Tower):
 
     Args:
         config: One that `check_tower` accepts: "model_type", one of AUDIO_KINDS, those of FIELDS that transformers'
-            configuration of that type has (clips shorter than "max_length" frames are padded with silence), and "mean"
-            and "std" of `Fbank`.
+            configuration of that type has (clips shorter than "max_length" frames are padded as by transformers'
+            extractor), and "mean" and "std" of `Fbank`.
         frozen: Give the weights no gradient.
     """
 
     def __init__(self, config: Mapping[str, Any], num_lower: int, recompute: bool, spacing: str, frozen: bool) -> None:
         super().__init__(config, num_lower, recompute, spacing, frozen)
         self.frames = config["max_length"]
-        self.silence = -config["mean"] / (2 * config["std"])  # a log energy of 0, normalised
+        self.padding = -config["mean"] / (2 * config["std"])  # a log energy of 0, normalised
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:
         """(0, 0): the tower drops no patches, so it needs no noise."""
@@ -165,7 +166,7 @@ class PretrainedAudioTower(_Tower):
         """Spectrograms (b, bands, frames) of `Fbank` -> (b, 1 + num_lower, dim), [:, 0] that of the final output.
         Noise and dropout_keys are not used."""
         x = self.crop(spectrograms)
-        x = F.pad(x, (0, self.frames - x.shape[-1]), value=self.silence).mT
+        x = F.pad(x, (0, self.frames - x.shape[-1]), value=self.padding).mT
         x = x.to(self.encoder.embeddings.position_embeddings.dtype)
         return self._features(lambda output: output[:, :2].mean(dim=1), input_values=x)
 

@@ -65,7 +65,7 @@ class Clock:
         run_minutes: float | None = None,
     ) -> None:
         self._processes, self._limit_seconds = processes, 60 * (minutes or math.inf)
-        self._save_seconds, self.run_seconds = 60 * (save_minutes or math.inf), 60 * (run_minutes or math.inf)
+        self._save_seconds, self.max_run_seconds = 60 * (save_minutes or math.inf), 60 * (run_minutes or math.inf)
         self._checked_at: float | None = None
         self._longest_step = 0.0
         self._paused_since: float | None = None
@@ -156,7 +156,7 @@ class Clock:
         time so far, or the mean of all `updates` of this start if that is longer, as where the first compiled the
         model."""
         now = time.monotonic()
-        until_save, until_end = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds
+        until_save, until_end = self._save_seconds - (now - self._saved_at), self.max_run_seconds - self.seconds
         per_update = max(self._longest_step, (now - self._begin_time) / updates, 1e-3)
         next_save = until_save if until_save > 0 else self._save_seconds  # a due save is made at once
         seconds_left = min(next_save, until_end if until_end > 0 else math.inf)

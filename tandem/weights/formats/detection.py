@@ -53,19 +53,19 @@ class PublicFormat(NamedTuple):
             weights: Of a file with both: the moving average ("ema" or "best"), or the weights as trained ("online").
             is_lazy: See `build_with_weights`.
         """
-        with _name_path(path):
+        with _errors_with_path(path):
             arguments, state = self.read(path, weights)
         return build({**arguments, "model": self.model}, state, path, is_lazy)
 
     def load_discriminator(self, path: Path) -> Any:
         """The discriminator in a file, in eval mode; None if there is none."""
-        with _name_path(path):
+        with _errors_with_path(path):
             contents = self.read_discriminator(path) if self.read_discriminator else None
         return contents and build({**contents[0], "model": "Discriminator"}, contents[1], path)
 
     def describe(self, path: Path) -> dict[str, Any]:
         """Facts about a file or folder, for a person or a program."""
-        with _name_path(path):
+        with _errors_with_path(path):
             arguments, state = self.read(path, "best")
             discriminator = self.read_discriminator(path) if self.read_discriminator else None
         kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
@@ -79,7 +79,7 @@ class PublicFormat(NamedTuple):
 
 
 @contextmanager
-def _name_path(path: Path) -> Iterator[None]:
+def _errors_with_path(path: Path) -> Iterator[None]:
     """Turn every error of reading a public file into a ValueError of one line that names the path."""
     try:
         yield
@@ -88,14 +88,15 @@ def _name_path(path: Path) -> Iterator[None]:
         raise ValueError(error_text if str(path) in error_text else f"{path}: {error_text}") from None
 
 
-def _taming_format(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
+def _vqgan_format(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
+    """The format of a package whose files a `Layout` describes."""
     read = partial(read_autoencoder, layout)
     return PublicFormat(layout.package, "VQGAN", is_format, read, save or partial(save_autoencoder, layout))
 
 
 # The format of a file, or of a folder of diffusers, is the first one whose `is_format` is true.
 FORMATS = {
-    "diffusers": _taming_format(DIFFUSERS, Path.is_dir, save_folder),
+    "diffusers": _vqgan_format(DIFFUSERS, Path.is_dir, save_folder),
     "dalle2": PublicFormat("DALLE2-pytorch", "Decoder", is_public_decoder, read_public_decoder, save_public_decoder),
     "muse": PublicFormat(
         MUSE, "VQGAN", lambda path: has_weight_name(path, b"enc_dec."), read_public_vqgan, save_public_vqgan,
@@ -105,10 +106,10 @@ FORMATS = {
         MUSICLM, "MuLaN", lambda path: has_weight_name(path, b"audio.dynamic_pos_bias_mlp."), read_public_mulan,
         save_public_mulan, assumptions=musiclm_assumptions,
     ),
-    "llamagen": _taming_format(LLAMAGEN, lambda path: has_weight_name(path, b"encoder.conv_blocks."))._replace(
+    "llamagen": _vqgan_format(LLAMAGEN, lambda path: has_weight_name(path, b"encoder.conv_blocks."))._replace(
         assumptions=llamagen_assumptions
     ),
-    "taming": _taming_format(TAMING_LAYOUT, lambda path: has_weight_name(path, b"encoder.conv_in.weight")),
+    "taming": _vqgan_format(TAMING_LAYOUT, lambda path: has_weight_name(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(
         "DALLE-pytorch", "DiscreteVAE", lambda path: has_weight_name(path, b"hparams"), read_dalle, save_dalle
     ),

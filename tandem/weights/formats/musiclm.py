@@ -28,7 +28,8 @@ from .description import format_arguments
 PACKAGE = "musiclm-pytorch 0.2.8"
 _N_FFT, _FF_MULT = 128, 4  # the public defaults
 _TOWERS = ("audio", "text")
-# Its tensors are stacks of those of all intermediate layers, the lowest layer first; here the highest comes first.
+# The public module whose tensors stack those of all intermediate layers, the lowest first. In a MuLaN the highest is
+# the first.
 _LAYERS = "multi_layer_contrastive_learning"
 _LAYER_PARTS = ("gamma", "latent_weight", "latent_bias")
 _WINDOW, _STRETCH = "audio.spec.window", "audio.aug.0.phase_advance"
@@ -41,9 +42,9 @@ _MAX_WINDOW = 1 << 16
 
 def musiclm_assumptions(config: Mapping[str, Any]) -> str:
     """A text about the values that such a file lacks, from the model's arguments or `config`."""
-    defaults = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
-    values = ", ".join(f"{name} {config.get(name, default)}" for name, default in defaults.items())
-    return f"{values}, because the file does not hold them"
+    values = {"sample_rate": 16000, **config}  # arguments that were inferred from a file have no sample rate
+    text = ", ".join(f"{name} {values[name]}" for name in ("n_fft", "hop_length", "sample_rate", "clip_seconds"))
+    return f"{text}, because the file does not hold them"
 
 
 def save_public_mulan(model: MuLaN, path: Path) -> str:
@@ -169,7 +170,8 @@ def _public_weights(config: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
 
 
 def _contrast_names(config: Mapping[str, Any]) -> list[str]:
-    """The modules of the temperatures of the final output, and of the intermediate layers, the lowest first."""
+    """The public modules that hold temperatures and biases: that of the final output, and one for all intermediate
+    layers, if there are any."""
     return ["contrast", *([f"{_LAYERS}.contrast"] if config["hierarchical_layers"] else [])]
 
 
@@ -188,7 +190,7 @@ def read_public_mulan(path: Path, weights: str) -> tuple[dict[str, Any], dict[st
 
     Raises:
         ValueError, RuntimeError, IndexError: the file is missing, damaged, hostile, of something else, or has what a
-            `MuLaN` lacks; or ``weights``, of a checkpoint, is not "best".
+            `MuLaN` lacks; or ``weights`` is not "best", although such a file has one set of weights only.
     """
     refuse_weights_flag(path, weights)
     state = read_state_dict(path)
@@ -236,7 +238,7 @@ def _clip_seconds(n_fft: int, hop_length: int, patch_size: int, heads: int) -> f
     """The length of a clip whose attention takes 16 MB, at most 10 s. Arbitrary: the file does not hold it."""
     rows = max(1, (n_fft // 2 + 1) // patch_size)
     columns = math.isqrt(2**22 // max(1, heads)) // rows
-    return max(0.01, min(10.0, columns * patch_size * hop_length // 160 / 100))
+    return max(0.01, min(10.0, columns * patch_size * hop_length // 160 / 100))  # hundredths of a second at 16 kHz
 
 
 def _infer_depth(state: Mapping[str, Tensor], tower: str) -> int:
