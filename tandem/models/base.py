@@ -30,7 +30,8 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, SafetensorError)
 
-# Attributes that config.json states for its readers, beside the constructor arguments; older files lack them.
+# Attributes that config.json states for people and other programs, beside the constructor arguments. `read_config`
+# drops them; older files lack them.
 _EXTRAS = ("num_codes",)
 
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
@@ -261,7 +262,7 @@ def _translate_errors(folder: Path) -> Iterator[None]:
         run_folder = folder if (folder / "checkpoints").is_dir() else folder.parent
         if (run_folder / "checkpoints").is_dir() and not (folder / CONFIG_FILE).exists():
             export = shlex.join([*command_of("convert.py"), "export", str(run_folder), "DIR", "--to", "model"])
-            raise ValueError(f"{folder} holds no model before the run has ended; of its checkpoint: {export}") from None
+            raise ValueError(f"{folder} has no model until the run ends; to export its checkpoint: {export}") from None
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
     except _READ_ERRORS as error:
         raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None

@@ -1,5 +1,5 @@
-"""Building a model after a check of its size. From a file, it may be little larger than the file's weights; from a
-user's arguments, it must fit into the memory of the machine."""
+"""Building a model after a check of its size. A model from a file must not be much larger than the file's weights; a
+model from a user's arguments must fit into the memory of the machine."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ class _SkipRandomValues(TorchFunctionMode):
 
 @contextmanager
 def _limit(max_tensors: int, max_bytes: float, error_text: str) -> Iterator[None]:
-    """Stop a constructor that makes more parameters and buffers, or more bytes of them, before it fills the memory."""
+    """Stop a constructor, by a ValueError with this text, when its parameters and buffers are more than ``max_tensors``
+    or take more than ``max_bytes``."""
     num_tensors, num_bytes = 0, 0
 
     def count_tensor(module: nn.Module, name: str, tensor: Tensor | None) -> None:

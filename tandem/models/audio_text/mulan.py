@@ -27,7 +27,8 @@ _DROPOUT_ELEMENTS = 8
 
 
 class MulanOutput(NamedTuple):
-    """Results of a forward pass; h = 1 + hierarchical_layers. Index 0 of h is the final output, i is i layers below."""
+    """Results of a forward pass; h = 1 + hierarchical_layers. Index 0 of h is the final output; the others are the
+    lower layers, in the order of `output_layers`."""
 
     audio: Tensor
     """(b, h, dim_latent), unit vectors in fp32 or fp64."""
@@ -82,8 +83,9 @@ class MuLaN(Pretrained):
 
     The layout "musiclm" computes the same as the MuLaN of musiclm-pytorch 0.2.8 (`weights.formats.musiclm`), so that
     its MusicLM can be conditioned on it: spectrograms are powers; clips are mirrored at their ends; patches are
-    normalised and lose their level; positions have other frequencies; displacements between patches are not compressed;
-    every token 0 is padding; intermediate layers are spaced evenly from the first one on.
+    normalised, and their mean and deviation are not added again; positions have other frequencies; displacements
+    between patches enter the position bias without a logarithm; every token 0 is padding; intermediate layers are
+    spaced evenly from the first one on.
 
     Raises:
         ValueError: one line that names the field of the configuration.
@@ -91,7 +93,7 @@ class MuLaN(Pretrained):
 
     Config = MuLaNConfig
     without_effect_on_weights = MuLaNConfig.without_effect_on_weights()
-    cut_before = ("text",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("text",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: MuLaNConfig) -> None:
         config.check()

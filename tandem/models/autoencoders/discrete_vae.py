@@ -48,7 +48,8 @@ class DiscreteVAE(Pretrained):
     Inside, colours are in [-1, 1]: they are normalised by a mean and a standard deviation of 0.5. Alpha stays as it is.
 
     Raises:
-        ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
+        ValueError: an image size that is no power of two or too small, a number of layers or blocks that is out of
+            range, or reinmax without straight_through.
     """
 
     Config = DiscreteVAEConfig
@@ -56,7 +57,7 @@ class DiscreteVAE(Pretrained):
     _mean: Tensor
     _std: Tensor
 
-    cut_before = ("decoder",)  # new graphs of torch.compile: tandem.distributed.engines.replicated.cut_graph
+    cut_before = ("decoder",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: DiscreteVAEConfig) -> None:
         super().__init__(config)

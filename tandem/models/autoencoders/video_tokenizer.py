@@ -106,7 +106,9 @@ class VideoTokenizer(Autoencoder):
             self.quantizer.accumulate_stats(z)
             return None
         quantized, codes, losses = self.quantizer(z)
-        if len(chunks) > 1:  # bits may depend on the number of vectors that are compared at once
+        # In eval mode, choose the codes chunk by chunk, as `encode` does: their bits may depend on how many vectors are
+        # compared at once.
+        if len(chunks) > 1:
             codes = torch.cat([self.quantizer.codes(chunk) for chunk in chunks], dim=1)
             quantized = straight_through(self.quantizer.decode_codes(codes).detach(), quantized)
         reconstruction, features = self._decode(quantized)
@@ -264,8 +266,8 @@ class OuterConv(nn.Module):
         out = self.conv(x, context)
         if self.first is None or not context.is_start:
             return out
-        # `self.conv` is called for an image, too, which needs nothing of `out`: its weights get a gradient of zeros.
-        # Without the call they would get no gradient, which not every backend treats like zeros.
+        # For an image, the result uses nothing of `out`. `self.conv` is called all the same, so that its weights get a
+        # gradient of zeros. Without the call they would get no gradient, which not every backend treats like zeros.
         return torch.cat([self.first(x[:, :, :1], context), out[:, :, 1:]], dim=2)
 
     def weight_gradient(self, x: Tensor, output_gradient: Tensor) -> Tensor:

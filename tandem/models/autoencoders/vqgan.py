@@ -154,8 +154,8 @@ class VQGAN(Autoencoder):
 
     @torch.no_grad()
     def posterior(self, images: Tensor) -> Tensor:
-        """Means and, behind them, standard deviations of continuous latents of images as for `encode`: fp32
-        (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
+        """Images as for `encode` -> the means of their continuous latents, then the standard deviations, concatenated
+        along the channels: fp32 (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
         check_images(images, self.channels)
         mean, log_variance = self.quantizer.gaussian(self._encode(images))
         return torch.cat([mean, (0.5 * log_variance).exp()], dim=1)

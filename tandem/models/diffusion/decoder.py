@@ -65,6 +65,7 @@ class Decoder(Pretrained):
         self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
 
     def _architecture(self) -> dict[str, Any]:
+        # Of the values of lowres_condition, "noise" alone adds weights.
         return {**super()._architecture(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}
 
     def _check_sizes(self) -> None:
@@ -262,18 +263,18 @@ def check_guide(decoder: Decoder, guide: Decoder) -> None:
         ours, theirs = decoder.schedules[index], guide.schedules[index]
         problem = None
         if guide_size != size:
-            problem = f"makes pictures of {guide_size} pixels a side and that of the decoder of {size}"
+            problem = f"makes pictures of {guide_size} pixels a side, but that of the decoder makes pictures of {size}"
         elif theirs.timesteps != ours.timesteps:
-            problem = f"has {theirs.timesteps} noise levels and that of the decoder {ours.timesteps}"
+            problem = f"has {theirs.timesteps} noise levels, but that of the decoder has {ours.timesteps}"
         elif theirs.is_flow != ours.is_flow or not torch.equal(theirs.log_snr.cpu(), ours.log_snr.cpu()):
             problem = "has another noise schedule than that of the decoder"
         elif guide_config.lowres_noise_cond and decoder.lowres_schedule() is None:
-            problem = "takes the noise level of the smaller picture and the decoder adds no noise to it"
+            problem = "takes the noise level of the smaller picture, but the decoder adds no noise to it"
         for name, width in CONDITIONS.items():
             dim, guide_dim = getattr(config, width), getattr(guide_config, width)
             if guide_dim not in (None, dim):
-                actual = f"of width {dim}" if dim else "none"
-                problem = problem or f"takes {name} of width {guide_dim} and that of the decoder {actual}"
+                actual = f"width {dim}" if dim else "none"
+                problem = problem or f"takes {name} of width {guide_dim}, but that of the decoder takes {actual}"
         if problem:
             raise ValueError(f"Unet {index + 1} of the guide {problem}: give a guide that fits")
 

@@ -61,8 +61,9 @@ def loss_weights(
     - min_snr: min(SNR, gamma) (Hang et al. 2023, eq. 8).
     - p2: SNR / (k + SNR)^gamma (Choi et al. 2022, eq. 8, which divides the loss of the noise by (k + SNR)^gamma).
 
-    The last two fall with the SNR, to 0 at SNR 0. The network still learns the last level, from the levels beside it:
-    in a measurement its error there was that of the level before, with the weight 0 as with a small weight.
+    The weights of the last two are 0 at SNR 0. The network still learns a last level of SNR 0, from the levels beside
+    it: in a measurement its error at that level was equal to its error at the level before, whether the weight was 0 or
+    small.
     """
     if name == "none":
         return torch.ones_like(schedule.log_snr)
@@ -138,7 +139,7 @@ class DiffusionLoss:
             times: int64 levels (b,).
             noise: Standard normal, like x0.
             lowres_time, lowres_noise: int64 levels (b,), and standard normal noise, which is added to "lowres_image".
-                In DALLE2-pytorch and `Decoder` levels are of "linear" with 1000 levels; sampling uses level 200.
+                `Decoder`, like DALLE2-pytorch, takes these levels from the schedule "linear" of 1000 levels.
             keep_masks: "keep_image" and "keep_text", bool (b,); False drops the condition.
         """
         x = self.schedule.add_noise(x0, noise, times)

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from .schedule import Schedule
 
-# These samplers use Karras' levels on a schedule whose log SNR at a twentieth of the levels is smaller than this: see
+# These samplers use Karras' levels on a schedule whose log SNR at level T / 20 is smaller than this: see
 # `sampling_levels`.
 _MIN_LOG_SNR_FOR_UNIFORM = {"dpmpp_2m": 4.2, "ddim": 2.8}
-# At the first Karras level: sigma / alpha is 100. Karras et al. start at 80. Noisier levels show nothing of a picture.
+# The uniform steps of `_karras_levels` visit no level of a smaller log SNR. At this one sigma / alpha is 100; Karras et
+# al. start at 80. Noisier levels show nothing of a picture.
 _MIN_LOG_SNR = math.log(1e-4)
 
 
@@ -91,7 +92,7 @@ class Step(NamedTuple):
     level: Level
     next_level: Level
     eta: float
-    """Noise of ddim."""
+    """The eta of `sample`."""
     previous: tuple[Tensor, float] | None
     """x_start of the previous step, and the length of that step in half log SNR; None at the first step and after noise
     was added again."""
@@ -118,7 +119,7 @@ def dpmpp_2m(step: Step) -> Tensor:
     step over that of this step, in half log SNR; first order at the first and the last step and after SNR 0.
 
     1 / r is at most 1. Towards level 0, where estimates hardly change any more, the steps grow by a factor of up to 4
-    (the cosine schedule in 20 steps), and the line would overshoot."""
+    (the cosine schedule in 20 steps), and the extrapolation would overshoot."""
     x_start, length = step.estimate.x_start, _step_length(step.level, step.next_level)
     if step.previous is not None and not math.isinf(length) and not math.isinf(step.previous[1]):
         x_start = x_start + min(length / step.previous[1], 1.0) / 2 * (x_start - step.previous[0])
@@ -213,7 +214,7 @@ def sampling_levels(schedule: Schedule, steps: int, sampler: str) -> list[Level]
     Their numbers are uniform, unless the last of 20 uniform steps begins in so much noise that pictures of low contrast
     lose contrast. For normal pixels with a deviation of 0.25, dpmpp_2m with uniform steps gives 0.225 on
     "linear", whose low noise levels lie close together, and 0.256 with Karras' levels. On the other schedules it gives
-    0.244 to 0.251 with uniform steps, and ddim is better with these for deviations of 0.5 and more.
+    0.244 to 0.251 with uniform steps, and ddim is better with uniform steps for deviations of 0.5 and more.
 
     Args:
         steps: Number of levels without the clean one.
@@ -233,9 +234,10 @@ def sampling_levels(schedule: Schedule, steps: int, sampler: str) -> list[Level]
 
 
 def _karras_levels(log_snr: Tensor, steps: int) -> list[int]:
-    """Levels at which sigma / alpha to the power 1/7 is uniform as far as there are such levels (Karras et al. 2022,
-    eq. 5), after the first level if its SNR is below 1e-4. Where levels lie so far apart that several steps have the
-    same nearest level, they also take the levels beside it."""
+    """The levels that are nearest to uniform steps of (sigma / alpha)^(1/7) (Karras et al. 2022, eq. 5), the noisiest
+    first. If the SNR of level T - 1 is below 1e-4, sampling starts there, and the uniform steps begin at the first
+    level of at least that SNR. Where levels lie so far apart that several steps have the same nearest level, these
+    steps also take the levels beside it."""
     first_level = [len(log_snr) - 1] if steps > 1 and log_snr[-1] < _MIN_LOG_SNR else []
     root = (-(log_snr[log_snr >= _MIN_LOG_SNR] if first_level else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
     num_levels = steps - len(first_level)
@@ -249,7 +251,7 @@ def _karras_levels(log_snr: Tensor, steps: int) -> list[int]:
 
 def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
     """Divide each picture by the percentile, in (0, 1], of its absolute values if that is above 1, and clamp to
-    [-1, 1] (Saharia et al. 2022, section 2.3). With the percentile 0 they are clamped alone."""
+    [-1, 1] (Saharia et al. 2022, section 2.3). With the percentile 0, only clamp."""
     if not percentile:
         return x_start.clamp(-1, 1)
     values = x_start.abs().flatten(1).sort(dim=1).values

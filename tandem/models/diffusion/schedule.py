@@ -25,8 +25,8 @@ def _cosine(timesteps: int) -> Tensor:
     return 1 - signal[1:] / signal[:-1]
 
 
-# Betas of n levels go from the first to the last number / n: 1e-4 and 0.02 for 1000 levels (Ho et al. 2020, section 4).
-# "sigmoid" has betas along a logistic curve; it is of DALLE2-pytorch and of no paper.
+# The betas of n levels go from _FIRST_BETA / n to _LAST_BETA / n: from 1e-4 to 0.02 for 1000 levels (Ho et al. 2020,
+# section 4). "sigmoid" has betas along a logistic curve; it comes from DALLE2-pytorch, not from a paper.
 _FIRST_BETA, _LAST_BETA = 0.1, 20.0
 
 _BETAS: dict[str, Callable[[int], Tensor]] = {

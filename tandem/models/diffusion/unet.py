@@ -198,7 +198,7 @@ class Unet(Pretrained):
 
 class Down(nn.Module):
     """A level on the way down: a block, blocks that may attend to the condition, and self-attention. The sides are
-    halved after them, or before them with memory_efficient."""
+    halved after them, except at the last level; with memory_efficient they are halved before them at every level."""
 
     def __init__(self, config: UnetConfig, level: int) -> None:
         super().__init__()
@@ -226,8 +226,8 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """A level on the way up: blocks, self-attention, and the doubling of the sides; each block also gets a map of the
-    way down."""
+    """A level on the way up: blocks, self-attention, and the doubling of the sides, except at the finest level without
+    memory_efficient. Each block also gets a map of the way down."""
 
     def __init__(self, config: UnetConfig, level: int) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ class LearnedVariance:
         small = (previous_sigma.square() * snr_drop).log()
         self.log_small = torch.cat([small[1:2], small[1:]])
         self.log_large = (schedule.sigma.square() * snr_drop).log()
-        # Of x0 in the mean of the step.
+        # The coefficient of x0 in the mean of the step.
         self._x0_coefficient = torch.cat([clean, schedule.alpha[:-1]]) * snr_drop
 
     def log_variance(self, fraction: Tensor, t: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class LearnedVariance:
         Args:
             x0: Clean pictures (b, c, h, w).
             x_start: The network's estimates of them.
-            fraction: As above, (b, c, h, w).
+            fraction: f of this class, (b, c, h, w).
         """
         log_variance = self.log_variance(fraction, t)
         is_first = (t == 0).view(-1, *[1] * (x0.ndim - 1))

@@ -38,8 +38,9 @@ class Clip(nn.Module):
         tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
         cosines: Keys of the result of `pairs_to_compare`.
         file: The path of its weights.
-        origin: {"name", "weights", "sha256"}, its identity for the config of a model that is trained with it: of files
-            the names alone, because such a model may be published, and the SHA-256 of its weights.
+        origin: {"name", "weights", "sha256"}, which identify this CLIP in the config of a model that is trained with
+            it. A path is reduced to the name of the file, because that config may be published. "sha256" is that of
+            the file of the weights.
     """
 
     cosines: Sequence[str] = ("clip_score", "clip_image_score")
@@ -237,20 +238,21 @@ def _read_configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _find_published(name: str, tag: str, config: dict[str, Any]) -> dict[str, Any] | None:
-    """open_clip's entry for published weights of a model; None if the tag is the path of a file, or looks like one.
-    Raises ValueError, in one line, if there is no such entry, or it is of a model of another name."""
+    """open_clip's entry ("hf_hub", "mean", "std", ...) for published weights of a model; None if the tag is the path of
+    a file, or looks like one. Raises ValueError, in one line, if there is no such entry, or it is of a model of another
+    name."""
     import open_clip
 
     if os.path.lexists(tag) or Path(tag).suffix or "/" in tag:
         return None
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
-    preprocessing: dict[str, Any] = open_clip.get_pretrained_cfg(name.replace("/", "-"), tag)
-    if not preprocessing.get("hf_hub"):
+    published: dict[str, Any] = open_clip.get_pretrained_cfg(name.replace("/", "-"), tag)
+    if not published.get("hf_hub"):
         choices = f"give --clip_weights, a file or one of {', '.join(tags)}" if tags else "give a file"
         raise ValueError(f"open_clip has no published weights {tag!r} of --clip {name}: {choices}")
-    if preprocessing.get("quick_gelu") and not config.get("quick_gelu"):
+    if published.get("quick_gelu") and not config.get("quick_gelu"):
         raise ValueError(f"the weights {tag} need the model of another name: give --clip {name}-quickgelu")
-    return preprocessing
+    return published
 
 
 def _check_text(name: str, config: dict[str, Any], text_config: dict[str, Any]) -> None:

@@ -121,8 +121,9 @@ def load_perceptual(
 
     Args:
         kind: "vgg", "lpips", or "none".
-        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. What it
-            lacks, or all for None or "published", is fetched into torch.hub's cache, unless it is there.
+        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. The
+            weights that it lacks are fetched into torch.hub's cache, unless they are there. None or "published" gives
+            no weights, so that all are fetched.
         side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
         flag: The user's flag for the weights, for messages.

@@ -272,5 +272,6 @@ class Quantizer(Bottleneck, ABC):
 
 
 def straight_through(value: Tensor, gradient_source: Tensor) -> Tensor:
-    """Exactly ``value``, with the gradient of ``gradient_source`` added to its own; NaN where that is not finite."""
+    """Exactly ``value``, with the gradient of ``gradient_source`` added to its own; NaN where ``gradient_source``
+    is not finite."""
     return value + (gradient_source - gradient_source.detach())

@@ -27,8 +27,8 @@ class FiniteScalarQuantizer(Quantizer):
     the largest is 1 - 2 / L (Mentzer et al. 2023, section 3).
 
     The code has the first channel as its least significant digit, as in the paper's appendix A.1. There are no losses
-    and no statistics. The bound is shifted by artanh (the listing there has tan), so that z = 0 is level L // 2 for
-    even L too.
+    and no statistics. The input of the tanh is shifted by an artanh, where the paper's listing has a tan, so that
+    z = 0 is level L // 2 for even L too.
 
     `fsq_levels` are the numbers of levels of the channels; None: those that are published for `codebook_size`.
 
@@ -83,7 +83,8 @@ class FiniteScalarQuantizer(Quantizer):
 
 
 def _published_levels(codebook_size: int) -> tuple[int, ...]:
-    """The published levels for a codebook of about this size. Raises ValueError, in one line, for other sizes."""
+    """The published levels for a codebook_size of `_LEVELS`; their product is near that size. Raises ValueError, in one
+    line, for other sizes."""
     if codebook_size not in _LEVELS:
         problem = f"codebook_size {codebook_size}: levels are published for {', '.join(map(str, _LEVELS))}"
         raise ValueError(f"{problem}; use one of these, or give the levels themselves, such as 8,5,5,5")

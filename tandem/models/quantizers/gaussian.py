@@ -41,7 +41,8 @@ class DiagonalGaussian(Bottleneck):
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)
     keeps_fp32 = True
     latent_stats: Tensor
-    """fp32 (3,): moving averages of 1, of the latents and of their squares, all from 0."""
+    """fp32 (3,): moving averages, which start at 0, of the number 1, of the latents and of their squares. The first is
+    the total weight of the updates so far; `compute_scale` divides the other two by it."""
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(0, config.latent_dim)

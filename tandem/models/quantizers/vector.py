@@ -188,7 +188,8 @@ def kmeans(
     """k-means: Lloyd's iterations from randomly chosen vectors. The seed of the choice is the same in every call.
 
     Args:
-        vectors: (n, d) fp32. With fewer vectors than clusters, some centres start equal; vectors go to the first.
+        vectors: (n, d) fp32. With fewer vectors than clusters, some centres start equal; a vector counts for
+            the first of equal centres.
         normalize: Applied to the means: scaling to length 1 for spherical k-means, else the identity.
 
     Returns:

@@ -107,7 +107,7 @@ class MemoryAttention(nn.Module):
 class TaylorAttention(nn.Module):
     """Linear attention: exp(q.k) is replaced by its Taylor series up to the square (Arora et al. 2024, "Based").
 
-    out = phi(q) sum phi(k) v^T / phi(q) sum phi(k) with phi(x) = [1, x, (x outer x) / sqrt 2] and q scaled by
+    out = phi(q) (sum phi(k) v^T) / (phi(q) sum phi(k)) with phi(x) = [1, x, (x outer x) / sqrt 2] and q scaled by
     dim_head^-1/2. Computed in fp32 or fp64.
     """
 
@@ -201,8 +201,9 @@ class GateLoop(nn.Module):
 
 
 class AdaptiveNorm(nn.Module):
-    """RMSNorm(x) (1 + gain) + shift, both 1 x 1 convolutions of the quantized latent that a position is made from:
-    nearest in space, and latent ceil(f / frames) for frame f (after MAGVIT-v2's adaptive group norm). They start as 0.
+    """RMSNorm(x) (1 + gain) + shift, where gain and shift are 1 x 1 convolutions of the quantized latent that a
+    position is made from: nearest in space, and latent ceil(f / frames) for frame f (after MAGVIT-v2's adaptive group
+    norm). Gain and shift start as 0.
 
     Args:
         frames: Number of frames of x for one latent frame.

@@ -30,10 +30,10 @@ LAYERS: dict[str, str | None] = {
 """Names of layers, and the meaning of the number after their colon; None if they take none.
 
 ``residual`` is a residual unit with a causal convolution, ``residual_space`` one whose convolution sees a frame alone,
-``consecutive_residual:n`` n of the first. ``compress_space[:channels]`` halves height and width, ``compress_time``
-turns 1 + 2 n frames into 1 + n. ``attend_space``, ``attend_time`` and ``linear_attend_space`` are attention with a
-feed-forward, ``gateloop_time`` is a gated recurrence. ``adaptive``, which the decoder alone has, is a norm
-that is modulated by the quantized latents.
+``consecutive_residual:n`` stands for n layers ``residual``. ``compress_space[:channels]`` halves height and width,
+``compress_time[:channels]`` turns 1 + 2 n frames into 1 + n. ``attend_space``, ``attend_time`` and
+``linear_attend_space`` are attention with a feed-forward, ``gateloop_time`` is a gated recurrence. ``adaptive``, which
+the decoder alone has, is a norm that is modulated by the quantized latents.
 """
 
 _HEADS, _DIM_HEAD = 8, 32
@@ -65,7 +65,7 @@ def parse_layers(text: str) -> list[Layer]:
         layers.append(Layer(name, int(number) if colon else None))
     if len(layers) > _MAX_LAYERS or sum(layer.name.startswith("compress") for layer in layers) > _MAX_HALVINGS:
         raise ValueError(
-            f"layers: these are {len(layers)}; give at most {_MAX_LAYERS}, and {_MAX_HALVINGS} that compress"
+            f"layers: there are {len(layers)}; give at most {_MAX_LAYERS}, of which {_MAX_HALVINGS} may compress"
         )
     return layers
 

@@ -86,8 +86,8 @@ def _shape_of_a_frame(x: Tensor) -> tuple[int, ...]:
 
 
 class CausalConv3d(nn.Conv3d):
-    """A convolution whose output at frame stride x j depends on no frame after it: k - 1 frames of zeros come before
-    the clip, so that 1 + stride x n frames become 1 + n (Yu et al. 2024, section 3.2).
+    """A convolution whose output frame j depends on no input frame after number stride x j, both counted from 0: k - 1
+    frames of zeros come before the clip, so that 1 + stride x n frames become 1 + n (Yu et al. 2024, section 3.2).
 
     For an image, one frame, all time slices of the kernel but the last would meet zeros. The last slice alone is used,
     and the others have a gradient of exactly 0.
@@ -162,8 +162,8 @@ def pad_space(x: Tensor, height: int, width: int, mode: str) -> Tensor:
 
 
 class SpaceUp(nn.Module):
-    """Doubles height and width: 1 x 1 convolution to four times the channels, SiLU, pixel shuffle. At the start all
-    four pixels are equal; see `replicate_filters`."""
+    """Doubles height and width: 1 x 1 convolution to four times the channels, SiLU, pixel shuffle. At the start of
+    training all four pixels are equal; see `replicate_filters`."""
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
@@ -176,7 +176,8 @@ class SpaceUp(nn.Module):
 
 class TimeUp(nn.Module):
     """1 + n frames -> 1 + 2 n: 1 x 1 convolution to twice the channels, SiLU, shuffle, and the first of the 2 + 2 n
-    frames is dropped. At the start, frame f is made from frame ceil(f / 2) of the input."""
+    frames is dropped. So frame f is made from frame ceil(f / 2) of the input. At the start of training, the two frames
+    that are made from one are equal; see `replicate_filters`."""
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
