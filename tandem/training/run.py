@@ -59,8 +59,8 @@ _SAMPLE_FOLDER_FLAGS = ("image_folder", "video_folder", "audio_data", "valid_fol
 
 
 class Run:
-    """What a training script uses besides model, data and loss. Every process calls every method, but for those "on the
-    root". Tests and benchmarks interrupt and measure runs by `watched` alone.
+    """What a training script uses besides model, data and loss. Every process calls every method, except those that say
+    "on the root". Tests and benchmarks interrupt and measure runs by `watched` alone.
 
     Args:
         config: The flags of the run.
