@@ -178,7 +178,8 @@ class RunFlags:
         None,
         "averages of the weights that grow with the run, instead of --ema_decay: the standard deviation of "
         "each one's profile as a fraction of the run, such as 0.05 0.10; the model of the run is the first one, and "
-        "every save writes all to snapshots/, from which convert.py average makes other lengths (default: none)",
+        "every save by --save_every_n_steps writes all to snapshots/, from which convert.py average makes other "
+        "lengths (default: none)",
         average_length,
         nargs="+",
     )

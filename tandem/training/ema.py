@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 OpenModel = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which a model is whole on every process."""
 
-_LENGTH_PREFIX = "ema_"  # of the name of an average with a length
-_TENSORS_AT_ONCE = 32  # in one foreach operation on a GPU, which allocates their differences
+_LENGTH_PREFIX = "ema_"  # begins the name of an average with a power-function profile; its length follows
+_TENSORS_AT_ONCE = 32  # in one foreach operation, which on a GPU allocates their differences
 
 
 class AveragedModel:
@@ -55,8 +55,8 @@ class AveragedModel:
 
     @torch.no_grad()
     def move_towards(self, local_weights: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
-        """average += share (weights - average), for the weights whose names begin with `part`: `local_weights` are
-        this process's shards, `share` is 0-d. Copy the buffers."""
+        """average += share (weights - average), for the weights whose names begin with `part`; such buffers are copied.
+        `local_weights` are this process's shards, by name; `share` is 0-d."""
         share, names = share.float().to(self.device), [name for name in self._shards if name.startswith(part)]
         for start in range(0, len(names), _TENSORS_AT_ONCE):
             averages = [self._shards[name] for name in names[start : start + _TENSORS_AT_ONCE]]

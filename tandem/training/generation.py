@@ -68,8 +68,8 @@ class Generation:
     @torch.no_grad()
     def measure(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
         """Sample a picture for the conditions of each of `count` samples of the validation split, from its start again
-        if it has fewer. Returns the values of `quality`, which compares the pictures with the real images, and measures
-        the cosines of `clip` if that is not None. Collective."""
+        if it has fewer. Returns the values of `quality`, which compares the pictures with the real images; with `clip`
+        also the CLIP scores, see `Clip.pairs_to_compare`. Collective."""
 
         def add(numbers: range) -> None:
             batch = self._feed.validation_samples(numbers)
@@ -89,15 +89,16 @@ class Generation:
         Collective; every process returns the whole picture."""
         conditions, images = self._conditions(samples), samples["images"].float() / 255
         count, own_numbers = len(images), list[int]()
+        # For each Unet a list of batches of its pictures, first an empty one: a process may sample none.
         unet_columns: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
 
         def add(numbers: range) -> None:
-            rows = torch.tensor([number % count for number in numbers], device=images.device)
-            row_conditions = {name: value[rows] for name, value in conditions.items()}
+            indices = torch.tensor([number % count for number in numbers], device=images.device)
+            chunk_conditions = {name: value[indices] for name, value in conditions.items()}
             n_needed = min(len(numbers), count - numbers[0])
             own_numbers.extend(numbers[:n_needed])
             unet_pictures: list[Tensor] = []
-            self.pictures(decoder, row_conditions, numbers, on_pictures=unet_pictures.append)
+            self.pictures(decoder, chunk_conditions, numbers, on_pictures=unet_pictures.append)
             for column, pictures in zip(unet_columns, unet_pictures, strict=True):
                 column.append(pictures[:n_needed])
 

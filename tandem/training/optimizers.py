@@ -17,9 +17,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
 
-    Weights with two or more dimensions above 1 decay, except scales, biases and embeddings of a missing condition
-    (named gamma, bias or null_...). Other weights, as of shape (1, d, 1, 1), do not decay. Frozen weights have no
-    state.
+    Weights of which two or more dimensions are larger than 1 decay, except scales, biases and embeddings of a missing
+    condition (named gamma, bias or null_...). Other weights, as of shape (1, d, 1, 1), do not decay. Frozen weights are
+    not passed to the optimizer.
 
     Raises:
         ValueError: one line, if the package is missing.

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: The relative length of the plain mean of all updates, exponent 0; a larger exponent has a smaller length.
+#: The relative length (`length_of`) of the plain mean of all updates, whose exponent is 0; larger exponents have
+#: smaller lengths.
 LONGEST = 1 / math.sqrt(12)
 
-# Singular directions of the profiles' inner products below this fraction of the largest are rounding of float64.
+# Eigenvalues of the matrix of inner products below this fraction of the largest are rounding errors of float64.
 _ROUNDING = 1e-13
 # Smaller coefficients are rounding errors of the solution: the largest is about 1, and many profiles are nearly alike.
 _NO_COEFFICIENT = 1e-6

@@ -59,8 +59,8 @@ _SAMPLE_FOLDER_FLAGS = ("image_folder", "video_folder", "audio_data", "valid_fol
 
 
 class Run:
-    """What a training script uses besides model, data and loss. Every process calls every method. Tests and benchmarks
-    interrupt and measure runs by `watched` alone.
+    """What a training script uses besides model, data and loss. Every process calls every method, except those that say
+    "on the root". Tests and benchmarks interrupt and measure runs by `watched` alone.
 
     Args:
         config: The flags of the run.
@@ -235,8 +235,8 @@ class Run:
                 if self.progress.step != step_of(latest):
                     raise damage_error(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.step and self.progress.seconds >= self.clock.max_run_seconds:
-            # The time is over. A checkpoint of the last update ends the run here; after another one the run makes one
-            # more update, with a line of metrics and a checkpoint.
+            # The time of --max_minutes is over. If the checkpoint was made at the end of the run, the run ends here.
+            # After any other checkpoint it makes one more update, with a line of metrics and a checkpoint.
             is_end = self.progress.was_finished or self.folder.finished_step == self.progress.step
             self._end_at(self.progress.step + (0 if is_end else 1))
         with processes.raise_on_all_ranks():
@@ -258,8 +258,9 @@ class Run:
         return changed_flags
 
     def _read_evaluation(self) -> dict[str, Any]:
-        """On the root, the logged evaluation after the checkpoint's update, if an earlier start has made it; else {}. A
-        run that has not written its model since repeats it where it met bad samples that the checkpoint lacks."""
+        """On the root, the logged evaluation after the checkpoint's update, if an earlier start has made it; else {}.
+        Also {} if the evaluation met bad samples, which the checkpoint does not record because it was saved before: the
+        evaluation is then repeated, unless the final model has been written since."""
         line = self.tracker.evaluation(self.progress.step)
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
         has_same_bad_samples = line.get("bad_samples") == self.feed.bad_samples.count
@@ -357,8 +358,8 @@ class Run:
         return is_earlier
 
     def save(self) -> None:
-        """Start to write a checkpoint of all parts, and the files of averages, unless this update was saved before.
-        Collective."""
+        """Start to write a checkpoint of all parts, unless this update was saved before. A save that is due by
+        --save_every_n_steps, and the last one, also write the files of averages. Collective."""
         step = self.progress.step
         if self.checkpoints.requested_step == step and not self.checkpoints.save_failure():
             return
@@ -366,7 +367,8 @@ class Run:
             self.checkpoints.join()
             self._report_saves(at_end=self.progress.finished)
             self.progress.seconds = round(self.clock.seconds, 3)
-            # A save that is made only because the run stops writes no averages, so that these do not depend on stops.
+            # Saves by --save_every_minutes and of a run that stops write no averages, so that these files do not depend
+            # on the speed of the run and on its stops.
             write_averages = self._averages.write if self.progress.due(self.config.save_every_n_steps) else None
             self.checkpoints.save(step, self._live_states(), self.backend.describe(), write_averages)
 
@@ -379,7 +381,7 @@ class Run:
             self.say(line)
 
     def report_validation_share(self, share: float) -> None:
-        """Print once that the validations take more than a tenth of the time of this start."""
+        """Print once that a validation took more than a tenth of the time since the one before (`Clock.validating`)."""
         if share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
             self._has_reported_validations = True
             self.say(
@@ -428,7 +430,7 @@ class Run:
                         except OSError as error:
                             self._write_failure = " ".join(str(error).split())
                     if self.processes.broadcast_object(self._write_failure):
-                        self.close()
+                        self.close()  # raises Failed
                     self._models.append(str(path))
         self.close(evaluations[0].next_command)
 
@@ -461,7 +463,7 @@ class Run:
             for line in closing_lines(self.folder.path, self._models, picture, next_command):
                 self.display.say(line, whole=True)
         self.display.close()
-        # "final" is the last, because wandb returns the newest artifact of a name without an alias.
+        # "final" is the last: wandb returns the newest artifact to somebody who asks for the name without an alias.
         models = {"best": self.folder.path / "best", "final": Path(self._models[0])} if self._models else {}
         # After all else, because an upload may take longer than other processes or a scheduler wait.
         self.backend.after_leaving(lambda: self.tracker.close(models))

@@ -1,4 +1,4 @@
-"""Files of the averaged weights at each save, from which averages of other lengths can be computed (post-hoc EMA)."""
+"""Files of the averaged weights at some saves (`Run.save`), of which other averages can be computed (post-hoc EMA)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class EMAFiles:
         """
         for part, state in states.items():
             counts = state.get("updates")
-            part_counts = counts if isinstance(counts, dict) else {"": counts}
-            for length in state.get("powers", ()) if any(part_counts.values()) else ():  # 0 if all were skipped so far
+            unet_counts = counts.values() if isinstance(counts, dict) else [counts]
+            for length in state.get("powers", ()) if any(unet_counts) else ():  # 0 if all were skipped so far
                 prefix = f"powers/{length}/weights/"
                 weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
                 self.folder.mkdir(exist_ok=True)
@@ -132,7 +132,9 @@ class EMAFiles:
             if (match := _NAME.fullmatch(path.name)) and match[2] == part and path.is_file()
         ]
         if not files:
-            raise ValueError(f"{self.folder} holds no averages: only a run with --ema_power writes them, at each save")
+            raise ValueError(
+                f"{self.folder} holds no averages: only a run with --ema_power writes them, every --save_every_n_steps"
+            )
         prefixes = {prefix for file in files for prefix in file.updates} - {""}
         if prefixes:  # a file of an earlier version has one count for all Unets
             files = [

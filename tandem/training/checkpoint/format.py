@@ -61,7 +61,8 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], 
 
 
 def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tree], dict[str, Any]]:
-    """Parts and meta of a checkpoint, with tensors on the CPU. No code from the files is executed. Tuples become lists.
+    """The parts of a checkpoint by name, with tensors on the CPU, and its meta: what `Backend.describe` said of the
+    processes that wrote it. No code from the files is executed. Tuples become lists.
 
     The tensors are memory-mapped: all processes of a machine share one read of a file, and one copy in memory. With
     `verify`, all files are read first and compared with their checksums.
@@ -91,8 +92,8 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
 
 
 def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: None) -> None:
-    """Read every file of a checkpoint and compare it with SHA256SUMS. `on_progress` is called with the name of each
-    file, several times for a long one.
+    """Read every file of a checkpoint and compare it with SHA256SUMS. `on_progress` is called with a text that names
+    the file, several times for a long one.
 
     Raises:
         ValueError: one line naming the first file that is missing, damaged, or not listed.
@@ -128,8 +129,9 @@ def checkpoint_file(folder: Path, name: str) -> Path:
 
 
 def _has_full_length(path: Path) -> bool:
-    """Whether a safetensors file has the length of its header; True for other files. Raises OSError and ValueError, in
-    one line, if it is no regular file."""
+    """Whether a safetensors file is as long as its header says; True for other files. It is checked first, because the
+    checksum of a damaged file of terabytes would take hours. Raises OSError and ValueError, in one line, if it is no
+    regular file."""
     if path.suffix != ".safetensors":
         return True
     with open_regular(path) as file:

@@ -100,8 +100,8 @@ class Snapshot:
             self._to_copy[key] = tensor
 
     def _copy(self, key: Key, tensor: Tensor) -> None:
-        """Copy a tensor, or start its transfer from an accelerator, whose memory may be reused at once: that work is
-        queued after the transfer."""
+        """Copy a tensor, or start its transfer from an accelerator. The tensor's memory may then be reused at once,
+        because work that is queued later runs after the transfer."""
         (part, name), copy = key, self._buffers.buffer(key, tensor)
         self.tensors[part][name] = copy.copy_(tensor, non_blocking=copy.is_pinned())
 

@@ -102,6 +102,7 @@ class Checkpoints:
         Args:
             parts: Nested dicts of tensors, JSON values, and functions that return a tensor. Only the root's values are
                 written, but every process calls the functions, because they are collective.
+            meta: JSON values that describe the processes (`Backend.describe`).
             write_extra: Called on the root with the copy of the parts, by the thread that writes, before the checkpoint
                 is complete. If it fails, so does the save.
         """
@@ -152,8 +153,11 @@ class Checkpoints:
         """Load the newest checkpoint that is whole. `say` is called with a line on each damaged one, and on a process
         that does not see the run folder. Collective.
 
+        Args:
+            expected: The names of the parts that the checkpoint must have.
+
         Returns:
-            Its path, or None if none was ever saved; its parts and meta, see `load`.
+            Its path, or None if none was ever saved; its parts and meta, see `read_checkpoint`.
 
         Raises:
             UserMistake: one line, if all checkpoints are damaged or gone, or a process does not see the folder.

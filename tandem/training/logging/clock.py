@@ -155,9 +155,9 @@ class Clock:
         call this again: those of half the time until the next save or the end. An update is assumed to take the longest
         time so far, or the mean of all `updates` of this start if that is longer, as where the first compiled the
         model."""
-        now = time.monotonic()
-        until_save, until_end = self._save_seconds - (now - self._saved_at), self.max_run_seconds - self.seconds
-        per_update = max(self._longest_step, (now - self._begin_time) / updates, 1e-3)
+        checked_at = time.monotonic()
+        until_save, until_end = self._save_seconds - (checked_at - self._saved_at), self.max_run_seconds - self.seconds
+        per_update = max(self._longest_step, (checked_at - self._begin_time) / updates, 1e-3)
         next_save = until_save if until_save > 0 else self._save_seconds  # a due save is made at once
         seconds_left = min(next_save, until_end if until_end > 0 else math.inf)
         return until_save <= 0, until_end <= 0, int(max(min(seconds_left / 2 / per_update, _MAX_UPDATES), 1))

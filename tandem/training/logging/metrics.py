@@ -65,7 +65,7 @@ class Metrics:
         return self._draw_codes_every is not None and self._progress.due(self._draw_codes_every, ahead=1)
 
     def add(self, **losses: Tensor) -> None:
-        """Record losses (0-d) of a micro-batch: the line has their means over its micro-batches and all processes."""
+        """Record losses (0-d) of a micro-batch: the line has their means over all micro-batches and processes."""
         if self.due:
             for name, loss in losses.items():
                 # fp64: the same sum however the batch is spread over processes and micro-batches.
@@ -81,7 +81,7 @@ class Metrics:
 
     def log_codes(self, codes: Sequence[Tensor], num_codes: int) -> None:
         """Record the codes of this update's micro-batches, integers of any shape below `num_codes`: the line has their
-        statistics, and `pictures` their histogram. Without effect unless `are_codes_due`, else collective."""
+        statistics, and `pictures` their histogram. Collective if `are_codes_due`; otherwise it does nothing."""
         if self.are_codes_due:
             counts = count_codes(codes, num_codes, self._processes.sum)
             self.log(**code_statistics(counts))

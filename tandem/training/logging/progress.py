@@ -116,7 +116,8 @@ class Progress:
         self.samples = samples
         seconds = state.get("seconds")
         self.seconds = float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else 0.0
-        # Earlier versions wrote no "finished": the line says that the run ended between this update and its evaluation.
+        # Checkpoints of earlier versions lack "finished". They have an "unfinished_line", even if it is empty, if the
+        # evaluation of their update was still to come, as in the last checkpoint of a run.
         self.unlogged_line = dict(state.get("unfinished_line") or {})
         self.was_finished = bool(state.get("finished")) or state.get("unfinished_line") is not None
 
@@ -137,19 +138,18 @@ class ProgressDisplay:
         self._max_seconds_left = max_seconds_left
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
         self._first_step, self._start_seconds = progress.step, time.monotonic()
-        # Without a width, tqdm draws no bar on a terminal that does not report its own; get_terminal_size returns 80
-        # then.
-        self._columns = shutil.get_terminal_size().columns
+        # get_terminal_size returns 80 for a terminal that reports no width. tqdm alone would draw no bar there.
+        self._terminal_width = shutil.get_terminal_size().columns
         self._bar = tqdm(
             total=progress.total_steps,
             initial=progress.step,
             bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed{postfix}",
             leave=False,  # the last lines of a run stay last
-            ncols=self._columns,
+            ncols=self._terminal_width,
             file=self._stream,
             disable=None if is_root else True,  # None: where there is no terminal
         )
-        width = _WIDTH if self._bar.disable else min(_WIDTH, self._columns)
+        width = _WIDTH if self._bar.disable else min(_WIDTH, self._terminal_width)
         self._table = MetricsTable(progress.total_steps, columns, width)
 
     def update(self) -> None:
@@ -179,7 +179,7 @@ class ProgressDisplay:
         text = printable(text)
         if not (self._bar.disable or whole):
             text = textwrap.fill(
-                text, self._columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+                text, self._terminal_width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
             )
         self._print(text)
 

@@ -19,7 +19,7 @@ class MetricsTable:
         total_steps: Updates of the whole run.
         columns: Names as in metrics.jsonl, the most important first: metrics of an update, beside its loss, and of a
             validation ("valid/psnr"; without any, all are shown). The last ones are left out if the line has no room.
-        width: Characters of a line, but for counts of faults, which follow a row.
+        width: Maximum characters of a line. Counts of faults (`FAULTS`), which follow a row, may exceed it.
     """
 
     def __init__(self, total_steps: int, columns: Sequence[str], width: int) -> None:

@@ -55,8 +55,8 @@ class Trackers:
         self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
         #: Why lines could not be written, in one line; None if all are written.
         self.failure: str | None = None
-        self._last: tuple[float, bool] = (-1, False)
-        self._size = self.path.stat().st_size if self.path.exists() else 0
+        self._last: tuple[float, bool] = (-1, False)  # of the last line: its step, and whether it is of an evaluation
+        self._size = self.path.stat().st_size if self.path.exists() else 0  # bytes of the lines that are written
         self._pending_lines: list[bytes] = []
         self._trackers: dict[str, Any] = {}
         for name in report_to if is_root else ():
@@ -92,7 +92,7 @@ class Trackers:
         """The written line of the evaluation after a step; {} if there is none."""
         if not self._is_root:
             return {}
-        start = b'{"step": %d,' % step  # of the lines of `log`; a long file has few lines to parse
+        start = b'{"step": %d,' % step  # as `log` writes it; of a long file only these few lines are parsed
         lines = (line for line in _read_file_lines(self.path) if line.startswith(start))
         return next((parse_json(line) for line in lines if _read_position(line) == (step, True)), {})
 

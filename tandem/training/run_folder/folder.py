@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 # be validated on samples that it was trained on.
 _SEED_FLAGS = ("seed", "split_seed")
 
-# Files of a run that --fresh moves away, and keys that the config.yaml of every run has.
+# A folder with one of these files holds a run, which is resumed or (with --fresh) moved away, or something else, which
+# the run refuses to overwrite. The keys are those that the config.yaml of every run has.
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
 _RUN_CONFIG_KEYS = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
 

@@ -69,7 +69,8 @@ def script_of(output_dir: str | Path) -> str | None:
 
 
 def describe_placement(start: Mapping[str, Any]) -> str:
-    """Backend, processes and device of a start, such as "ddp on 2 x cpu" or "one process on cpu"; empty if unknown."""
+    """Backend, processes and device of a start, such as "ddp on 2 x cpu" or "one process on cpu"; empty if unknown. The
+    text is cut to 200 characters, because a damaged file may hold longer values."""
     if not start.get("backend"):
         return ""
     stage = f", ZeRO {start['zero_stage']}" if "zero_stage" in start else ""
