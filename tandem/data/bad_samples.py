@@ -14,7 +14,7 @@ import torch
 
 from tandem.io.reading import counted
 
-_MAX_LISTED = 20
+_MAX_LISTED = 20  # bad samples that the error of `BadSampleLog.check` names
 _MAX_NAMED = 1000  # bad samples whose path and reason are kept
 _KINDS = {"bad": 1, "incomplete": 2}
 _reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
@@ -62,7 +62,7 @@ class BadSampleLog:
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
-        self._first_samples: list[BadSample] = []  # at most _MAX_NAMED
+        self._first_bad: list[BadSample] = []  # at most _MAX_NAMED
         self._kinds = np.zeros(n_samples, np.uint8)  # for each sample 0, or a number of `_KINDS`
         self.count = self.count_incomplete = 0
 
@@ -78,8 +78,8 @@ class BadSampleLog:
                 self.count_incomplete += 1
                 continue
             self.count += 1
-            if len(self._first_samples) < _MAX_NAMED:
-                self._first_samples.append(sample)
+            if len(self._first_bad) < _MAX_NAMED:
+                self._first_bad.append(sample)
         return new
 
     def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
@@ -101,24 +101,24 @@ class BadSampleLog:
         """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
         if not self.are_too_many:
             return
-        first_samples = "; ".join(map(str, self._first_samples[:_MAX_LISTED]))
+        named = "; ".join(map(str, self._first_bad[:_MAX_LISTED]))
         remainder = f"; and {self.count - _MAX_LISTED} more" if self.count > _MAX_LISTED else ""
         raise ValueError(
             f"{self.count} of {counted(self.n_samples, 'sample')} could not be read, more than the "
-            f"{int(self._limit)} that are passed over; repair or remove them: {first_samples}{remainder}"
+            f"{int(self._limit)} that are passed over; repair or remove them: {named}{remainder}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint: "samples", the index, path and reason of the first bad ones; and "bad" and
         "incomplete", if there are any, each a bit mask of all samples (uint8, the lowest bit first)."""
-        samples = [[sample.index, sample.path, sample.reason] for sample in self._first_samples]
+        samples = [[sample.index, sample.path, sample.reason] for sample in self._first_bad]
         counts = {"bad": self.count, "incomplete": self.count_incomplete}
         bits = {kind: np.packbits(self._kinds == _KINDS[kind], bitorder="little") for kind, n in counts.items() if n}
         return {"samples": samples, **{kind: torch.from_numpy(mask) for kind, mask in bits.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the bad samples by those of `state`; those beyond the end of this data set are ignored."""
-        self._first_samples = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
+        """Replace the bad samples by those of `state`; those beyond the end of this data set are not counted."""
+        self._first_bad = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
         self._kinds[:] = 0
         for kind in _KINDS.keys() & state.keys():
             mask = np.unpackbits(state[kind].numpy(), bitorder="little")[: self.n_samples]
@@ -128,7 +128,7 @@ class BadSampleLog:
 
 @contextlib.contextmanager
 def collect_partial_reads() -> Iterator[list[str]]:
-    """Context with a list of the reasons that decoders report in it by `report_partial_read`."""
+    """Context manager that gives a list, to which `report_partial_read` adds the reasons while it is active."""
     reasons: list[str] = []
     token = _reasons.set(reasons)
     try:

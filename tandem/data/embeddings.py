@@ -27,7 +27,7 @@ from .fields import Field
 
 class Kind(NamedTuple):
     """A kind of embedding. `spec.name` is the key in a batch; `dimensions` is the number of dimensions of the array of
-    one image; `flag` names the files of rows."""
+    one image; `flag` is the flag of its files of rows, see `embedding_rows`."""
 
     spec: FieldSpec
     dimensions: int
@@ -43,8 +43,9 @@ KINDS = (IMAGE, TEXT)
 @dataclass(frozen=True)
 class EmbeddingField(Field):
     """Stored "image_embed" or "text_encodings" of an image: float32 of `shape`, which is (d,), or (L, d) where no
-    caption has more than L tokens; shorter encodings are padded with rows of 0. An image that has none, or only zeros,
-    is `SampleIncomplete`. `rows`: index -> array, if the arrays are not in the records."""
+    caption has more than L tokens; shorter encodings are padded with rows of 0. An image that has none is
+    `SampleIncomplete`; so is one that has only zeros, except in a user's dataset. `rows`: index -> array, if the arrays
+    are not in the records."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -110,10 +111,11 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 break  # an error of the disk or the server would meet the other examples, too
             continue
-        # Among files the longest text comes first. The lengths of rows and items are unknown: take the model's limit.
+        # Files come longest text first, and all texts of a demonstration have one length. The lengths of table rows
+        # and dataset items are unknown: take the model's limit.
         content = record.get(kind.spec.name)
-        is_longest = kind == IMAGE or isinstance(content, FileRef) or callable(content)
-        shape = array.shape if is_longest else (longest_text, *array.shape[1:])
+        fits_all = kind == IMAGE or isinstance(content, FileRef) or callable(content)
+        shape = array.shape if fits_all else (longest_text, *array.shape[1:])
         return EmbeddingField(kind, shape, fingerprint=str(array.shape))
     raise failures[0]
 

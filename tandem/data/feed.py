@@ -69,6 +69,7 @@ class TrainingData:
         self._has_shown_traceback = False
         with self._raise_on_all_ranks():
             processes.heartbeat("listing the samples", is_uninterrupted=True)
+            # `first_samples` stays the first set; `samples` becomes all sets as one.
             self.first_samples = self.samples = first = open_samples()
             second = open_second() if open_second else None
             self.valid_samples = open_valid() if open_valid else None
@@ -96,7 +97,7 @@ class TrainingData:
         self.sees_whole_split = False  # whether `validation` yields the whole validation split
         #: Called by all processes between the same steps of an evaluation; it may raise an error to end the evaluation.
         self.check_stop_request: Callable[[], None] = lambda: None
-        self._loading: dict[str, Any] = {
+        self._loading: dict[str, Any] = {  # arguments of every stream
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
             "noun": f"{noun}s", "pin_memory": has_pinned_memory(processes.device),
@@ -134,7 +135,7 @@ class TrainingData:
         if self._valid_source:
             counts[1] += f" in {self._valid_source}"
         elif len(self.valid_set) == batch_size > n_by_fraction:
-            counts[1] += f" (a batch is the least; --valid_fraction {fraction:g} alone is {n_by_fraction})"
+            counts[1] += f" (one batch, the minimum; --valid_fraction {fraction:g} would be {n_by_fraction})"
         if len(self.validated) < len(self.valid_set):
             counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
         if n_second := len(self.samples) - n:
@@ -145,7 +146,8 @@ class TrainingData:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if no sample can be read."""
         self._whole_validation = self._validation = ValidationStream(self.samples, self._valid_part, **self._loading)
-        if len(self._valid_part) < len(self.valid_set):  # the rest is read only for the preview and at the end
+        if len(self._valid_part) < len(self.valid_set):
+            # Only `preview`, `validation_samples` and the validation at the end read the whole split.
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         self._training = TrainingStream(self.samples, self._order, start=start_samples, **self._loading)
         self.batches = iter(self._training)
@@ -265,7 +267,7 @@ class TrainingData:
 def _count_validated(n: int, args: Any) -> int:
     """The number of samples of a validation, of the n in the split; it does not depend on the number of processes."""
     limit = args.valid_samples
-    if limit is None:  # without validations during training this is 0: the last one takes all samples
+    if limit is None:  # this becomes 0, which means all samples, if only the end of training validates
         limit = math.ceil(args.batch_size * args.validate_every_n_steps / _TRAINED_PER_VALIDATED)
     return min(n, max(limit, args.batch_size)) if limit else n
 
@@ -291,7 +293,7 @@ def _make_fetcher(
     a server or there is no cache. Raises ValueError, in one line."""
     shards, paths, trained = samples.source.shards or (), getattr(samples.source, "paths", ()), {*ranges}
     pairs = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in trained and is_url(path))
-    addresses = {shard.start: path for shard, path in pairs}
+    addresses = {shard.start: path for shard, path in pairs}  # first index of a shard -> its URL
     n_at_once = 2 * order.SHARDS_AT_ONCE  # the shards that are being read, and the next ones
     try:
         remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), n_at_once)

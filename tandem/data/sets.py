@@ -41,12 +41,12 @@ _NO_FLIP = "--random_flip would make captions and embeddings wrong: they describ
 
 
 def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: int, **tar_range: Any) -> RecordSource:
-    """The source of a flag's value: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
-    (`DatasetSpec`); or a path, see `open_source`. No sample is opened.
+    """The source of a flag's value: `demo:<name>` or `demo:<name>:<number>`; a user's own dataset (`DatasetSpec`); or a
+    path, see `open_source`. None stands for the demonstration of this `kind`. No sample is opened.
 
     Args:
         field_specs: What the fields read; each file or row with content of the first one is a sample.
-        kind: Of the demonstration, see `DemoSource`.
+        kind: The kind of demonstration, see `DemoSource`.
         tar_range: The selection of tars, see `open_source`.
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
@@ -66,8 +66,8 @@ def _open_feed(
     train_options: Mapping[str, Any] = {},
     **feed_options: Any,
 ) -> TrainingData:
-    """The feed of the set of --dataset, or else of the flag `flag`, opened with `train_options`, and of the set of
-    --valid_folder."""
+    """The feed of a script. It trains on the set that --dataset, or else the flag named `flag`, gives, which `open_set`
+    opens with `train_options`. It validates on the set of --valid_folder, if there is one, opened without them."""
     spec = data_of(args, flag)
     open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
     feed_options = {"source": str(spec), "noun": noun, "open_valid": open_valid, **feed_options}
@@ -235,7 +235,7 @@ def decoder_data(
     takes_text: bool = False,
     **options: Any,
 ) -> TrainingData:
-    """The feed of a script that trains on images with conditions, whose widths are `widths_of` its `samples`.
+    """The feed of a script that trains on images with conditions. `widths_of` its `first_samples` gives their widths.
     `options`: "longest_text" and "tokenize", see `open_conditioned`. Raises what `TrainingData` raises."""
     takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}

@@ -13,8 +13,8 @@ from PIL import Image, ImageChops, ImageCms, TiffImagePlugin
 
 from tandem.io.reading import counted
 
-# Tags of TIFF 6.0. There MinSampleValue and MaxSampleValue are statistics; SMinSampleValue and SMaxSampleValue are the
-# range.
+# Tags of TIFF 6.0. SMinSampleValue and SMaxSampleValue state the range. MinSampleValue and MaxSampleValue are
+# statistics of the picture: of them only a maximum such as 4095 is used, which tells that samples have 12 bits.
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _MAX_SAMPLE_VALUE, _SAMPLE_FORMAT, _S_MIN, _S_MAX = 258, 262, 281, 339, 340, 341
 _WHITE_IS_ZERO, _SIGNED = 0, 2
 _SAMPLES_PER_PIXEL, _COMPRESSION = 277, 259
@@ -22,7 +22,7 @@ _TYPES = {1: "integers", _SIGNED: "signed integers", 3: "floats"}  # of samples
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of a file; the last two are BigTIFF
 _MAXIMA_OF_FEWER_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
 _RANGE_TOLERANCE = 1e-3  # how far samples may exceed the range, as a share of it: an interpolation may overshoot
-# A PNG states the transparent value in the bits of the file, but Pillow's pixels have eight.
+# By raw mode of Pillow: a PNG states the transparent value in the bits of the file, but Pillow's pixels have eight.
 _TO_EIGHT_BITS = {"L;2": lambda value: value * 85, "L;4": lambda value: value * 17, "RGB;16B": lambda value: value >> 8}
 _SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # by mode, the colour space of the profiles that fit
 _LEVEL_TOLERANCE = 1  # of 255: the largest difference of a profile that is equivalent to sRGB
@@ -40,7 +40,7 @@ def to_resizable_mode(image: Image.Image) -> Image.Image:
         if image.mode in ("L", "RGB") or (image.mode == "CMYK" and image.info.get("icc_profile")):
             return image  # convert() would copy it
         return image.convert("L" if image.mode == "1" else "RGB")
-    tiles = getattr(image, "tile", None)  # of a file that is not decoded yet
+    tiles = getattr(image, "tile", None)  # of a file that is not decoded yet: (decoder, box, offset, raw mode)
     if image.format == "PNG" and tiles and tiles[0][3] in _TO_EIGHT_BITS:
         to_eight_bits, value = _TO_EIGHT_BITS[tiles[0][3]], image.info["transparency"]
         eight_bits = tuple(map(to_eight_bits, value)) if isinstance(value, tuple) else to_eight_bits(value)
@@ -126,7 +126,7 @@ def _find_range(image: Image.Image, tags: Mapping[int, Any]) -> tuple[float, flo
     """The samples that are black and white."""
     least, most = (_first_number(tags.get(tag)) for tag in (_S_MIN, _S_MAX))
     is_stated = least is not None and most is not None and least < most
-    if image.mode == "F":
+    if image.mode == "F":  # a stated maximum of at most 1 may be just that of the picture
         return (least, most) if is_stated and most > 1 else (0.0, 1.0)
     if image.mode.startswith("I;16") or image.format in ("PNG", "PPM"):  # Pillow scales those of a PGM to 16 bits
         white = (1 << (_first_number(tags.get(_BITS_PER_SAMPLE)) or 16)) - 1

@@ -11,14 +11,17 @@ from tandem.data.sources.files import FileWindow, RandomAccessFile, SeekableFile
 
 _MAX_START_BYTES = 1 << 20  # an ID3 tag may precede the stream
 _MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23  # a frame has at most 65535 samples of 8 channels
-_STREAM_INFO = 8  # bytes from "fLaC" to the content of the block STREAMINFO
-_LENGTH_BITS = 36  # the last ones of the 64 bits that begin with the sample rate
+# Bytes from "fLaC" to the content of the block STREAMINFO. In it, bytes 2 and 3 are the largest block size, and bytes
+# 10 to 17 the sample rate, the number of channels, the bits of a sample and the length.
+_STREAM_INFO = 8
+_LENGTH_BITS = 36  # the last ones of bytes 10 to 17
 _CRC_8, _CRC_16 = (8, 0x07), (16, 0x8005)
 _TAG_MARKS = re.compile(rb"TAG|APETAGEX|ID3")  # tags that programs write behind the last frame
 
 
 def restore_length(file: RandomAccessFile) -> FileWindow:
-    """The FLAC file with its length, found from its last frame, in its header. A truncated last frame is not counted.
+    """The FLAC file with a header that states its length, which is found from its last frame. A truncated last frame is
+    not counted.
 
     Raises ValueError, in one line, if no frames are found at its end.
     """
@@ -98,12 +101,12 @@ def _is_whole(content: bytes) -> bool:
 
 def _find_frames(content: bytes, block_size: int) -> list[tuple[int, int, int]]:
     """Candidates for frames: the position, the index of the first sample, and the count of samples."""
-    frames, at = [], content.find(b"\xff")
-    while at >= 0:
-        is_sync = content[at + 1 : at + 2] in (b"\xf8", b"\xf9")
-        if is_sync and (header := _parse_frame(content[at : at + 16], block_size)):
-            frames.append((at, *header))
-        at = content.find(b"\xff", at + 1)
+    frames, position = [], content.find(b"\xff")
+    while position >= 0:
+        is_sync = content[position + 1 : position + 2] in (b"\xf8", b"\xf9")
+        if is_sync and (header := _parse_frame(content[position : position + 16], block_size)):
+            frames.append((position, *header))
+        position = content.find(b"\xff", position + 1)
     return frames
 
 
@@ -112,13 +115,14 @@ def _parse_frame(header: bytes, block_size: int) -> tuple[int, int] | None:
     if len(header) < 16:
         header += bytes(16 - len(header))
     is_variable, size_code, rate_code = header[1] & 1, header[2] >> 4, header[2] & 15
-    # Leading ones of the coded number: as many as its bytes, none for one byte.
+    # The number of the frame, or of its first sample if frames vary in size, is coded as in UTF-8: the first byte has
+    # as many leading ones as the number has bytes; it has none if that is one byte.
     ones = 8 - (header[4] ^ 0xFF).bit_length()
     if size_code == 0 or rate_code == 15 or header[3] & 1 or ones in (1, 8):
         return None
     end = 4 + max(1, ones)
     number = header[4] & (0x7F >> ones)
-    for byte in header[5:end]:  # coded as in UTF-8
+    for byte in header[5:end]:
         number = number << 6 | byte & 0x3F
     if size_code in (6, 7):  # the size follows, in one byte or two
         width = size_code - 5

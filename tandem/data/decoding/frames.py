@@ -22,7 +22,7 @@ class Frame(NamedTuple):
 
 class FrameConverter:
     """Frame -> upright RGB uint8. Transparent pixels are blended with white. One converter serves all frames of a clip,
-    because FFmpeg allocates megabytes for each.
+    because FFmpeg allocates megabytes for each converter.
 
     Args:
         side: The result is (side, side, 3): the centre crop, or the square that `choose_square` returns.

@@ -79,10 +79,11 @@ ChooseSquare = Callable[[int, int], Square]  # width and height of a picture -> 
 
 @dataclass(frozen=True)
 class Crop:
-    """How training crops pictures, at random by (seed, epoch, index).
+    """How training crops pictures, at random by (seed, epoch, index): first a region of the picture is chosen, then the
+    largest square in it.
 
     Args:
-        place: Where the largest square of the region is taken: in the "center", or at a "random" place.
+        place: Where in the region the square is taken: in the "center", or at a "random" place.
         area: The smallest and the largest area of the region, as a share of the picture; None: the region is the whole
             picture. The region is drawn as by torchvision's RandomResizedCrop: the area uniformly, the logarithm of
             width over height uniformly from log 3/4 to log 4/3, then the place uniformly; after ten draws that do not
@@ -244,6 +245,7 @@ def decode_picture(
         left, top, side = _set_draft(image, image_size, choose_square)
         box, size = (left, top, left + side, top + side), (image_size, image_size)
         if multiple:
+            # The square is in the middle: its margins give the width and height of the decoded picture.
             box, size = _find_box_and_size(side + 2 * left, side + 2 * top, image_size, multiple)
         # Pillow weights colours by alpha when it resizes.
         picture = to_resizable_mode(image).resize(size, Image.Resampling.BILINEAR, box=box)
@@ -279,7 +281,7 @@ def _set_draft(image: Image.Image, size: int, choose_square: ChooseSquare | None
     square = choose_square(*full_size) if choose_square else None
     target_size = size if square is None else math.ceil(size * min(full_size) / square.side)
     draft = image.draft(None, (target_size, target_size))
-    width, height = draft[1][2:] if draft else full_size
+    width, height = draft[1][2:] if draft else full_size  # draft: (mode, (0, 0, width, height))
     if square is None:
         side = min(width, height)
         return Square((width - side) / 2, (height - side) / 2, side)

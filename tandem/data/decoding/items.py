@@ -20,6 +20,7 @@ from .texts import Texts, normalize_text, texts_of_object
 IMAGE_NAMES = ("image", "img")
 ARRAY_SHAPES = {1: "(d,)", 2: "(tokens, d)"}  # of stored embeddings, by dimensions
 _MOST_CHANNELS = 64
+# What an item has to be, for `item_error`.
 _IMAGE = (
     "a PIL image, or a tensor or array of uint8 or floats from 0 to 1 whose 1, 3 or 4 channels come first (c, h, w); "
     'or a mapping with such an "image", or a tuple that begins with one'
@@ -98,7 +99,7 @@ def sound_of(item: Any) -> FileRef:
 
     waveform: Any = item_part(item, "waveform", "audio")
     rate: Any = item_part(item, "sample_rate", "sampling_rate", place=1)
-    if isinstance(waveform, Mapping):  # as the library datasets decodes a sound
+    if isinstance(waveform, Mapping):  # as Hugging Face's library `datasets` decodes a sound
         waveform, rate = waveform.get("array"), waveform.get("sampling_rate")
     array = as_array(waveform)
     rate = rate.item() if hasattr(rate, "item") and getattr(rate, "size", 1) == 1 else rate

@@ -52,7 +52,8 @@ def normalize_text(text: str) -> str:
 def texts_of_object(json_object: Any) -> Texts:
     """The texts of a JSON object: the captions of its keys `TEXT_KEYS`, and the class of its key "label".
 
-    "captions" is a list, or a string with | between the captions; the others are a string or a list of strings.
+    "captions" is a list, or a string of several captions (see `split_captions`); the others are a string or a list of
+    strings.
     Raises ValueError if `json_object` has another form.
     """
     if not isinstance(json_object, Mapping):

@@ -34,10 +34,10 @@ from .truncated import check_not_truncated
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 # FFmpeg detects the format by content; others, such as playlists that name files or addresses, are refused.
 _FORMATS = "mov,matroska,avi,gif"
-_HALF_TICK = 0.5  # stamps are rounded to ticks, and requested times may be
+_HALF_TICK = 0.5  # time stamps are rounded to ticks, and may differ by so much from the requested time
 _DEFAULT_RATE = 25.0  # frames per second of a file that states none
 _MAX_PIXEL_ASPECT = 8.0  # width over height or height over width; larger values are errors
-_MAX_REORDERED = 16  # first packets after a seek whose decoding time FFmpeg may not know
+_MAX_REORDERED = 16  # so many packets after a seek may lack a decoding time (dts)
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
 _DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
 
@@ -86,9 +86,9 @@ class ClipDecoder:
     def frames(self, ref: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
         (3, image_size, image_size), at the fps or frame_stride of clips. Each comes with the frames per second up to
-        it: those of the headers, if all stamps agree with them to half a frame, else the mean; None for an image. With
-        `multiple`, (3, height, width) in the aspect ratio of the file, see `FrameConverter`. Raises what `load`
-        raises."""
+        it: `fps`, or else those of the headers, if all time stamps agree with them to half a frame, or else the mean;
+        None for an image. With `multiple`, (3, height, width) in the aspect ratio of the file, see `FrameConverter`.
+        Raises what `load` raises."""
         if ref.name.lower().endswith(IMAGE_ENDINGS):
             yield decode_image(ref, self.image_size, 3, multiple=multiple), None
             return
@@ -247,8 +247,8 @@ class Video:
         self.ticks_per_second = base.denominator / base.numerator
         self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _DEFAULT_RATE)
         self.start = float(self._stream.start_time or 0)
-        # As in players, times are counted from the start of the file, without the sound that an encoder writes before
-        # 0, which is not played. If the first picture is less than a frame late, times are counted from it.
+        # As in players, requested times are counted from the start of the file, without the sound that an encoder
+        # writes before 0, which is not played. If the first picture is less than a frame late, they count from it.
         begin = self.start if container.start_time is None else self._ticks(container.start_time)
         begin = max(begin, min(0.0, self.start))
         self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
@@ -292,7 +292,7 @@ class Video:
         return max(begin, self.start), end
 
     def require_end(self) -> None:
-        """Raise ValueError, in one line, if the decoded frames of an MP4 file end before its table of frames."""
+        """Raise ValueError, in one line, if the decoded frames of an MP4 file end before its stated end."""
         stated_end = self.start + (self._stream.duration or 0)
         is_stated = self._stream.frames and "mp4" in self._container.format.name
         if is_stated and self.decoded_end < stated_end - 2 * self.ticks_per_frame:
