@@ -164,6 +164,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     columns = [*(f"unet{number}/error" for number in unet_numbers), *COLUMNS]
     run = training.Run(config, backend, feed, models={"decoder": decoder}, columns=columns)
 
+    # The second result of `training_pictures` for Unet 1 is the conditions: it has no other inputs.
     generation = training.Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(config), processes,
         config.seed, backend.autocast,
@@ -184,7 +185,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         for batch in feed.validation():
             embedded = embed(batch)
             for number, unet in unets.items():
-                network = backend.autocast()(model.unets[number - 1])  # as an engine does: the loss stays outside
+                network = backend.autocast()(model.unets[number - 1])  # as in training: around the Unet, not the loss
                 errors.add(number, *unet.validation_errors(network, embedded, len(feed.validated)))
         model.train(was_training)
         return errors.result(processes.sum)
@@ -209,6 +210,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )
     extra_actions = [picture_evaluation] if has_picture_metrics else []
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
+    # The state of `cascade` is the weights of the other Unets, which are not trained.
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if config.n_evaluation_samples:
         metric_weights = {"inception": config.fid_weights, "lpips": config.lpips_weights, "clip": config.clip}

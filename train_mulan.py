@@ -41,7 +41,7 @@ PAIRS_SHOWN = 64  # in a picture of similarities
 
 @dataclass
 class TrainingFlags:
-    """Where the weights come from, the loss, schedules, and what is measured."""
+    """Where the weights come from, the loss, and what is measured."""
 
     init_from: str | None = start_flag(
         "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub)", title="model"
@@ -54,7 +54,7 @@ class TrainingFlags:
     )
     duplicates: str = flag(
         "masked",
-        "pairs of sounds with equal captions: masked: not compared; negatives: pushed apart",
+        "what happens to two samples with equal captions: not compared (masked), or pushed apart (negatives)",
         choices=("masked", "negatives"),
     )
     zero_shot_templates: tuple[str, ...] = flag(
@@ -110,10 +110,10 @@ def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
     resumed_towers = [name for name, path in paths.items() if path and path == resumed_settings.get(name)]
     text, audio = (None if name in resumed_towers else path for name, path in paths.items())
     towers = read_towers(text, audio, config.text_tower_quick_gelu)
-    shapes = {name: tower.config for name, tower in towers.items()}
-    shapes |= {name: describe_model(config.output_dir)[name] for name in resumed_towers}
+    tower_configs = {name: tower.config for name, tower in towers.items()}
+    tower_configs |= {name: describe_model(config.output_dir)[name] for name in resumed_towers}
     torch.manual_seed(config.seed)
-    arguments = {**MuLaNConfig.from_args(config).to_dict(), "vocab_size": tokenizer.vocab_size, **shapes}
+    arguments = {**MuLaNConfig.from_args(config).to_dict(), "vocab_size": tokenizer.vocab_size, **tower_configs}
     model: models.MuLaN = models.build_in_memory(models.MuLaN, **arguments)
     load_towers(model, towers, tokenizer)
     if config.init_from:
@@ -142,7 +142,8 @@ def evaluate(
         result = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
         losses.add(loss=result.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
-        quality.add(out.audio[:, 0], embedder.texts(texts), batch["all_captions"], batch["labels"])
+        final_audio = out.audio[:, 0]  # without the outputs of --hierarchical_layers
+        quality.add(final_audio, embedder.texts(texts), batch["all_captions"], batch["labels"])
     heartbeat = partial(processes.heartbeat, "ranking")
     values = {**losses.result(processes.sum), **quality.result(processes, heartbeat=heartbeat)}
     if classes := quality.classes(processes):
@@ -163,8 +164,8 @@ def draw_matches(embedder: training.Embedder, samples: data.Batch, count: int) -
 def train(config: Config, backend: distributed.Backend) -> None:
     processes, device = backend.processes, backend.processes.device
     with processes.raise_on_all_ranks():
-        has_special = config.layout == "tandem"
-        tokenizer = data.open_tokenizer(config.tokenizer, config.max_text_tokens, add_special_tokens=has_special)
+        marks_ends = config.layout == "tandem"  # musiclm-pytorch does not mark the start and the end of a text
+        tokenizer = data.open_tokenizer(config.tokenizer, config.max_text_tokens, add_special_tokens=marks_ends)
         model = build_model(config, tokenizer).to(device)
         optimizer = training.make_optimizer(
             model, config.learning_rate, config.betas, config.weight_decay, lion=config.use_lion
@@ -183,7 +184,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     best = training.BestModel(
         run.folder.path, processes.is_root, metric=best_metric, loss=tie_metric, broadcast=processes.broadcast_object
     )  # fmt: skip
-    rows = config.batch_size // (processes.world_size * backend.grad_accum_steps)  # per forward pass, as in training
+    rows = config.batch_size // (processes.world_size * backend.grad_accum_steps)  # pairs per pass, as in training
     make_embedder = partial(training.Embedder, tokenizer=tokenizer, rows=rows, device=device, autocast=backend.autocast)
 
     def inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,6 +217,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
     def token_widths(step: int, batch: data.Batch) -> Sequence[int]:
+        """To how many tokens the texts of each micro-batch are padded: on this depend an update's operations."""
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
         return tuple(sorted(training.width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 
@@ -224,7 +226,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         cache = training.GradCache(engine, processes, contrastive, batch, inputs)
         for micro_batch in engine.micro_batches(batch):
             out = engine(**inputs(micro_batch))
-            loss = cache.surrogate_loss(out, micro_batch["caption_ids"])  # of the whole batch
+            # The value of the whole batch's loss, with its gradients with respect to this micro-batch's embeddings.
+            loss = cache.surrogate_loss(out, micro_batch["caption_ids"])
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
         update = engine.step(with_norm=run.is_line_due)
         ema.update(update.skipped)

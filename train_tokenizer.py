@@ -130,11 +130,12 @@ def train(config: Config, backend: distributed.Backend) -> None:
         return data.to_unit_range(batch["videos"])
 
     def sample_frames(micro_batch: Mapping[str, Any], step: int) -> dict[str, Tensor]:
-        """A frame of each clip, for the losses that judge single frames."""
+        """The number of a random frame of each clip (b,), for the losses that judge single frames."""
         fractions = noise.uniform(step, micro_batch["positions"], ())  # on the CPU, so that every device draws the same
         return {"frames": to_device((fractions * micro_batch["videos"].shape[2]).long(), device)}
 
     def frame_distance(fake: Tensor, videos: Tensor, frames: Tensor) -> Tensor:
+        """The perceptual loss of the frames with these numbers."""
         assert perceptual is not None
         return perceptual(training.frames_of(fake, frames), training.frames_of(videos, frames))
 

@@ -62,7 +62,8 @@ class ScriptFlags:
         side, halvings, layers = args.image_size, args.image_size.bit_length() - 1, args.num_layers
         if halvings < layers:
             parser.error(
-                f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; raise it or lower that"
+                f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; "
+                "raise --image_size or lower --num_layers"
             )
         if side != 1 << halvings:
             parser.error(f"--image_size {side} is not a power of two; use {1 << halvings} or {2 << halvings}")
@@ -129,7 +130,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
         hard = model.decode(model.get_codebook_indices(images))
         return training.grid({"original": images, "soft": soft, "hard": hard})
 
-    alarm = training.ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
+    alarm = training.ReconstructionAlarm(
+        remedy="a smaller --kl_loss_weight or --learning_rate", remedy_of_codes="a larger --kl_loss_weight"
+    )
     codes_folder = f"{config.output_dir}/codes"
     autocast = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(

@@ -40,7 +40,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid",
 
 @dataclass
 class ScriptFlags:
-    """Where the weights and the learning rate come from, the reconstruction loss, and what is measured."""
+    """Where the weights come from, the reconstruction loss, Adam and its learning rate, and what is measured."""
 
     init_from: str | None = flag(
         None,
@@ -159,7 +159,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         discr.lr = drop * with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
-        weights["kl"] = config.kl_loss_weight / values_per_latent
+        weights["kl"] = config.kl_loss_weight / values_per_latent  # the KL is per latent, the errors are per value
         fakes, codes = [], []
         # With --grad_accum_steps, passes without gradients come first, for what depends on the whole batch.
         for micro_batch in gan_loss.micro_batches(batch, step):

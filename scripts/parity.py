@@ -57,6 +57,7 @@ VARIANTS = {"plain": [], "accumulation 2": ["--grad_accum_steps", "2"], "clippin
 
 
 def launchers(processes: int) -> list[Launcher]:
+    """Each launcher with its own backend, and torchrun with each of the other backends."""
     return [
         Launcher("torchrun", processes),
         *(Launcher("deepspeed", processes, zero_stage=stage) for stage in range(4)),
@@ -66,10 +67,11 @@ def launchers(processes: int) -> list[Launcher]:
 
 
 def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> list[dict[str, float]]:
-    """Losses and gradient norms of every update of one run, on one CPU thread per process or OMP_NUM_THREADS."""
+    """The lines of metrics of one run, one for each update, without those of evaluations. The run has OMP_NUM_THREADS
+    CPU threads per process, by default one."""
     try:
         command = launcher.command(script, [*flags, "--output_dir", str(output)])
-        outcome = finish(Job(command, script, None, **AS_A_USER), math.inf)
+        outcome = finish(Job(command, script, log=None, **AS_A_USER), math.inf)
     except JobFailed as error:
         sys.exit(f"{launcher}: {error}")
     if outcome.returncode:

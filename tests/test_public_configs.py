@@ -345,7 +345,7 @@ def test_such_a_file_given_to_a_script_leads_to_the_command(tmp_path: Path) -> N
             line = DECODER.refused_alone(flag, written(tmp_path, config))
             assert f"`{shlex.join(command_of('convert.py'))} config OLD.json NEW.yaml`" in line
     line = VQGAN.refused_alone("--config", written(tmp_path, TAMING))
-    assert "'model': it holds keys of its own" in line and "convert.py config OLD NEW.yaml" in line
+    assert "'model': its value is a mapping" in line and "convert.py config OLD NEW.yaml" in line
 
 
 def test_a_configuration_of_a_decoder_trains(

@@ -35,7 +35,8 @@ def read_flags(
         path: Of a file, or of one in configs/ (`find_shipped_file`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
-        hint: (a name that is no flag, the flags, all keys of the file) -> advice, as the end of a line.
+        hint: (a name that is no flag, the flags, all keys of the file) -> the end of the error's line: ": " and advice,
+            "; did you mean x?", or "".
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
@@ -54,8 +55,8 @@ def read_flags(
         if name not in flags:
             file_keys = [str(node.value).replace("-", "_") for node, _ in nodes]
             suggestion = hint(name, list(flags), file_keys)
-            if isinstance(value_node, yaml.MappingNode) and not suggestion.startswith(":"):
-                suggestion = f": it holds keys of its own, and the values of flags do not; {_CONVERSION_ADVICE}"
+            if isinstance(value_node, yaml.MappingNode) and not suggestion.startswith(":"):  # no certain advice
+                suggestion = f": its value is a mapping, and no flag takes one; {_CONVERSION_ADVICE}"
             raise ValueError(f"{position}: unknown key {key!r}{suggestion}")
         action = flags[name]
         if action.dest in keys:
@@ -117,7 +118,8 @@ def _convert_scalar(node: yaml.Node, action: argparse.Action) -> Any:
     convert = action.type if callable(action.type) else str
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError(f"expected a single value, got {_describe(node)}")
-    if getattr(convert, "convert", convert) is str and node.tag in (_BOOL, _NULL):
+    takes_any_text = getattr(convert, "convert", convert) is str  # a `Converter` such as PATH holds the function
+    if takes_any_text and node.tag in (_BOOL, _NULL):
         raise ValueError(f"expected text, and YAML reads {_describe(node)} as another type; put it in quotes")
     try:
         value = convert(node.value)

@@ -90,8 +90,8 @@ frame_rate = _bounded_float(lambda number: 0 < number <= 1000, "a number above 0
 timeout = _bounded_float(lambda number: 0 < number <= 1e6, "a number above 0 and at most 1e6", "MINUTES")
 epoch_count = _bounded_float(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
 fraction = _bounded_float(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
-# Standard deviation of an average's profile as a fraction of the training; that of the plain mean is 1/sqrt(12), see
-# `tandem.training.power_function`.
+# Length of an average of the weights: the standard deviation of its profile as a fraction of the training. The limit
+# is that of the plain mean, 1/sqrt(12); see `tandem.training.power_function`.
 average_length = _bounded_float(lambda number: 0 < number <= 0.2886, "a number above 0 and at most 0.2886", "LENGTH")
 
 

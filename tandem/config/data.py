@@ -65,6 +65,7 @@ class DatasetFlags:
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Make --dataset and `data_flag` mutually exclusive; the command line takes precedence over a config file."""
         name, on_command_line = cls.data_flag, args.on_command_line
+        # A data flag on the command line wins over --dataset in a config file even if it gives the default.
         unset = None if name in on_command_line and "dataset" not in on_command_line else parser.get_default(name)
         parser.choose_one(args, dataset=None, **{name: unset})
         if args.shuffle == "shards" and hasattr(args, "split_by"):
@@ -101,8 +102,8 @@ class PictureFlags(DatasetFlags):
     )
     crop_area: tuple[float, ...] | None = flag(
         None,
-        "cut the square out of a random part of each picture in training that has this share of its area, such as "
-        "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)",
+        "in training, cut the square out of a random part of each picture: the part has from MIN to MAX of the "
+        "picture's area, such as 0.5,1, and is 3/4 to 4/3 as wide as high (default: out of the whole picture)",
         area_range,
         requires=_FROM_FILES,
     )
@@ -173,7 +174,7 @@ class ConditionedImageFlags(ImageFlags):
     )
     index_width: int = flag(
         4,
-        "digits at the end of an image's key that are the number of its row",
+        "how many digits at the end of an image's key give the number of its row in the .npy",
         digit_count,
         requires=Requirement(
             "image_embeddings", "PATH", lambda args: bool(args.image_embeddings or args.text_embeddings)

@@ -120,7 +120,12 @@ class DecoderFlags:
     stratified_times: bool = flag(
         True, "spread the noise levels of a batch evenly: less variance, the same expectation"
     )
-    blur_prob: float = flag(0.5, "share of smaller pictures that are blurred", fraction, requires=_BLURRED_CONDITION)
+    blur_prob: float = flag(
+        0.5,
+        "share of the training samples of an upsampling Unet whose smaller picture, its input, is blurred",
+        fraction,
+        requires=_BLURRED_CONDITION,
+    )
     blur_sigma: list[float] = flag(
         [0.6],
         "standard deviation of the blur of a smaller picture, by a kernel of 3 x 3 of its pixels: one number, "

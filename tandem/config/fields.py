@@ -96,7 +96,8 @@ def flag(
         aliases: Further names, such as that of a public trainer.
         requires: Requirements without which the flag has no effect. Then it is refused on the command line, but not in
             a config file, because config.yaml of a run holds every flag.
-        fixed_on_resume: A resumed run may not change the value; if this is a function, its result for the value.
+        fixed_on_resume: A resumed run may not change the value; if this is a function, only what it returns for the
+            value may not change.
         architecture: Weights fit only models with the same value; a resumed run may not change it either.
         title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
         options: Further arguments of `add_argument`: choices, metavar, nargs.
@@ -120,7 +121,7 @@ def flags_of(config: type) -> Iterator[tuple[str, str, Flag, Any]]:
     for base in config.__mro__:
         for name in vars(base).get("__annotations__", ()):
             spec = vars(base)["__dataclass_fields__"][name].metadata.get("flag")
-            if spec is None:  # the class only changes the default of a base class
+            if spec is None:  # no flag, or a new default for the flag of a base class
                 continue
             title = spec.title or title
             if name not in names:
@@ -183,7 +184,7 @@ class Invocation:
     """The settings in config.yaml of the run that is resumed; None for a new run."""
 
     def namespace(self, flags: Mapping[str, Any]) -> argparse.Namespace:
-        """All flags and all of this in one namespace, which the function of --dataset gets."""
+        """The argument of the function of --dataset: `flags`, those of the backend, and this object's attributes."""
         return argparse.Namespace(**{**self.settings, **flags, **vars(self)})
 
 
@@ -210,7 +211,8 @@ class ModelConfig:
 
     @classmethod
     def unused(cls, args: Any) -> frozenset[str]:
-        """Names of fields that have no effect with the values of the other arguments."""
+        """Names of fields that have no effect with the values of the other arguments. Requirements of the kind
+        `without` do not count: text_dim, for example, then holds the width of the pretrained text tower."""
         return frozenset(
             name
             for name, spec in specs_of(cls).items()

@@ -64,7 +64,7 @@ class ArgumentParser(argparse.ArgumentParser):
     No flag may be `required=True`, because argparse would not see its value in the config file.
 
     Args:
-        prog: The script's file name, which starts every error; in an installed package its command does.
+        prog: The script's file name. Every error starts with it, in an installed package with the script's command.
         is_root: Whether this process prints; called when there is something to print.
     """
 
@@ -149,10 +149,12 @@ class ArgumentParser(argparse.ArgumentParser):
         is an error, because the user would take the result for a model of the user's data.
 
         The namespace also holds `explicit`, the dest names that were set in either place (frozenset);
-        `on_command_line`, those set in `argv`; `aliases_used`, for each of these the alias in `argv`; `script`, the
-        script's file name; `fixed_on_resume`, the attribute; `config_note`, a line with the path of the file that was
-        read, or None; and `resumed`, None until `launch.start_training` sets it to the settings in config.yaml of a
-        resumed run. An error ends the process through `error`.
+        `on_command_line`, those set in `argv`; `aliases_used`, for each name in `explicit` the one of the flag's names
+        by which it was set; `script`, the script's file name; `fixed_on_resume`, a copy of the parser's attribute;
+        `config_note`, a line with the path of the file that was read, or None; and `resumed`, None until
+        `launch.start_training` sets it to the settings in config.yaml of a resumed run.
+
+        An error ends the process through `error`.
         """
         data = [str(self.data_flag), "dataset"]
         if demonstration:
@@ -230,7 +232,8 @@ class ArgumentParser(argparse.ArgumentParser):
             if name in values and (spec.is_architecture or name not in args.explicit)
         }
         model_args = argparse.Namespace(**vars(args))  # the arguments, if all values of the model are taken
-        model_args.on_command_line, model_args.fixed_on_resume = frozenset(), dict(args.fixed_on_resume)
+        model_args.on_command_line = frozenset()  # so that `_validate` refuses no flag as one without effect
+        model_args.fixed_on_resume = dict(args.fixed_on_resume)
         vars(model_args).update(self._convert(model_values, source))
         defaults = {name: getattr(args, name) for name in model_values if name not in args.explicit}
         vars(args).update({name: getattr(model_args, name) for name in defaults})

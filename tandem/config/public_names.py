@@ -44,7 +44,7 @@ def tables() -> dict[tuple[str, str], list[Row]]:
 
 def rows(script: str) -> list[Row]:
     """The rows of all public scripts and configurations that correspond to a script such as train_vae.py."""
-    return [row for (_, name), rows in tables().items() if name == script for row in rows]
+    return [row for (_, name), table in tables().items() if name == script for row in table]
 
 
 def advice_for(name: str, script: str) -> str | None:

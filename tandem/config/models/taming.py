@@ -56,7 +56,7 @@ class BodyConfig(ModelConfig):
     )
     force_upcast: bool = flag(
         True,
-        "force_upcast in the file of convert.py export --to diffusers: it decodes in fp32 in a pipeline of fp16",
+        "value of force_upcast that convert.py export --to diffusers writes: a pipeline in fp16 then decodes in fp32",
         fixed_on_resume=True,
         requires=_IS_TAMING,
     )
