@@ -95,10 +95,11 @@ def launch(
     read_previous_plan: Callable[[str], Mapping[str, Any]],
 ) -> None:
     """Connect the processes and call ``train(args, settings, backend)``. An error becomes an exit code: 2 for a
-    ``UserMistake``, which ends all processes with one line; for an error of `tandem.io.exits` its own.
+    ``UserMistake``, which ends all processes with one line. Each error of `tandem.io.exits` has a code of its own.
 
     Args:
-        train: The script's training; settings are all arguments by flag name, with those of a backend's configuration.
+        train: The script's training; settings are all arguments by flag name. Those that the backend's configuration
+            gives have the values from there.
         parser: The parser that returned ``args``; it has ``add_arguments``, ``settings(args)``, and ``error(text,
             is_agreed=...)``, which ends this process. ``is_agreed``: all processes end with the same error.
         args: The parsed arguments, which the script has checked.
@@ -171,7 +172,7 @@ def launch_inference(run: Callable[[ProcessGroup], None], parser: Any, args: arg
         parser.error(f"--{unused_flags[0]} is for training, and this script trains nothing: leave it out")
     args.fresh = args.fresh and not _detect_launch().is_restart
     training_defaults = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
-    explicit = args.explicit - {"batch_size"}
+    explicit = args.explicit - {"batch_size"}  # or a DeepSpeed JSON's train_batch_size would contradict the 0 below
     with exit_codes(parser.error, UserMistake):
         backend = from_args(
             argparse.Namespace(**{**vars(args), **training_defaults, "batch_size": 0, "explicit": explicit})

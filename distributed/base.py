@@ -62,8 +62,8 @@ class Options:
 
 
 def import_torch() -> None:
-    """Import PyTorch without searching for garbage among what is imported, now or later: that would take a fifth of the
-    time."""
+    """Import PyTorch with the garbage collector off, and let later collections skip what was imported: collections
+    would take a fifth of the time of the import."""
     if "torch" not in sys.modules:
         gc.disable()
         import torch  # noqa: F401
@@ -229,7 +229,8 @@ class Backend(ABC):
             options.reduce_precision, options.compile, *self._training_flag_values,
         ]  # fmt: skip
         all_settings = comm.gather_objects([*own_settings, plan.grad_accum_steps])
-        # A machine that joins a run with --fresh does not read the run folder, and so knows only --grad_accum_steps.
+        # With --fresh, a machine that joins a restarted run does not know of the restart: it does not read the previous
+        # plan, and plans with --grad_accum_steps alone. So all processes take the largest number of steps.
         if (steps := max(settings[-1] for settings in all_settings)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*other_settings, _) in enumerate(all_settings):

@@ -62,8 +62,8 @@ def plan_batches(
     batch with the same flags then, each now gets more samples per update, and accumulates over more steps, so that none
     holds more samples at a time.
 
-    ``batch_parts`` above 0 fixes the micro-batch: every process accumulates over its share of the parts, which must
-    divide by ``grad_accum_steps``.
+    ``batch_parts`` above 0 fixes the micro-batch: every process accumulates over its share of the parts, whose number
+    must be a multiple of ``grad_accum_steps``.
 
     Raises:
         UserMistake: the batch or the parts do not divide by processes x accumulation steps, or the batch does not

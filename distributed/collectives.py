@@ -104,7 +104,8 @@ class Communicator:
         return [rows[:size] for rows, size in zip(self.all_gather(padded), sizes, strict=True)]
 
     def _join_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
-        """uint8 (total,): the ``own`` bytes of all processes, at the ``start`` of each; they must not overlap."""
+        """uint8 (total,): the bytes ``own`` of every process, placed at the offset ``start`` that this process passes.
+        The places of two processes must not overlap."""
         words = torch.zeros(math.ceil(total / 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
         all_bytes = words.view(torch.uint8)[:total]
         all_bytes[start : start + len(own)] = own

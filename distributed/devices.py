@@ -139,7 +139,7 @@ def check_compiler(device: torch.device) -> None:
     try:
         module(torch.zeros(8, device=device))
     except Exception as error:
-        cause = getattr(error, "inner_exception", None)  # the outer error's first line names only a backend
+        cause = getattr(error, "inner_exception", None)  # the outer error's first line names only Inductor
         reason = f"{type(cause).__name__}: {first_line(cause)}" if cause else first_line(error)
         requirements = "a C compiler and Triton" if device.type == "cuda" else "g++"
         raise ValueError(

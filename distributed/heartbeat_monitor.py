@@ -87,7 +87,8 @@ class HeartbeatMonitor:
         self._announced_phases: set[str] = set()
 
     def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
-        """Record a heartbeat: what a rank is doing, and how many phases it has begun (``count``)."""
+        """Record a heartbeat: what a rank is doing. Its ``count`` grows with each phase that begins, and while an
+        uninterrupted phase uses the processor."""
         state = self._ranks[rank]
         if state.heartbeat["count"] != heartbeat["count"]:
             state.progressed_at = self.now
@@ -115,7 +116,7 @@ class HeartbeatMonitor:
             return self._name_ranks("lost contact with ", lambda state: state.end_error is not None)
         if is_asked_to_end and any(map(self._lacks_data, self._ranks)):
             return self._name_ranks(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
-        # Without a request to end, a silent rank may just be slow and hold up nobody, as the root while it saves.
+        # Without a request to end, a silent rank may just be slow and hold up nobody, such as the root while it saves.
         if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._is_waiting, self._ranks)):
             return self._name_ranks("no sign of life from ", self._is_silent)
         return self._find_stalled()
@@ -206,7 +207,7 @@ class HeartbeatServer:
     """
 
     def __init__(self, host: str, world_size: int, timeout_ticks: float, update: Callable[[], int] = lambda: 0) -> None:
-        self._update = update
+        self._root_update = update
         self._world_size, self._monitor = world_size, HeartbeatMonitor(world_size, timeout_ticks)
         self._listener = _listen(host, world_size)
         self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
@@ -330,7 +331,7 @@ class HeartbeatServer:
         peer.connection.close()
         self._peers.remove(peer)
         if peer.rank >= 0:
-            self._monitor.mark_lost(peer.rank, "", self._update())
+            self._monitor.mark_lost(peer.rank, "", self._root_update())
 
     def _handle_message(self, peer: _Peer, kind: str, *values: Any) -> None:
         if peer.rank < 0:
@@ -351,4 +352,4 @@ class HeartbeatServer:
         elif kind == "left":
             self._monitor.mark_left(peer.rank)
         elif kind == "failed":
-            self._monitor.mark_lost(peer.rank, values[0], self._update())
+            self._monitor.mark_lost(peer.rank, values[0], self._root_update())

@@ -111,25 +111,25 @@ class ProcessGroup:
         come before everything that may fail on one process alone: a process that has failed goes to the end of the
         context at once, and the others would wait for it in their collective.
         """
-        mistake: str | None = None
+        own_reason: str | None = None
         error_type: type[UserMistake | TrainingStopped] = UserMistake
         try:
             yield
         except CannotGoOn as error:
-            mistake, error_type = first_line(error), TrainingStopped
+            own_reason, error_type = first_line(error), TrainingStopped
         except (ValueError, OSError) as error:
-            mistake = first_line(error)
+            own_reason = first_line(error)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, TrainingStopped) or not is_out_of_memory(error):  # TrainingStopped ends the job
                 raise
-            mistake = f"not enough memory: {first_line(error)}"
+            own_reason = f"not enough memory: {first_line(error)}"
         self.watchdog.barrier()
-        if not self.sum({"mistakes": float(mistake is not None)})["mistakes"]:
+        if not self.sum({"failures": float(own_reason is not None)})["failures"]:
             return
-        for rank, (text, is_mistake) in enumerate(self.gather_objects([mistake, error_type is UserMistake])):
-            if text is not None:
+        for rank, (reason, is_mistake) in enumerate(self.gather_objects([own_reason, error_type is UserMistake])):
+            if reason is not None:
                 error_type = UserMistake if is_mistake else TrainingStopped
-                raise error_type(text if rank == 0 else f"{text} (on rank {rank})")
+                raise error_type(reason if rank == 0 else f"{reason} (on rank {rank})")
 
     def say(self, text: str, *, file: TextIO | None = None) -> None:
         """Print a line on the root, to ``file`` (default: stdout), with ? in the place of control characters."""
@@ -143,9 +143,9 @@ class ProcessGroup:
         """Report to the watchdog that this process begins ``phase``; engines and collectives report theirs.
 
         Args:
-            is_uninterrupted: The phase sends no further heartbeat, as a user's function or a write. It may take any
-                time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends after the
-                timeout.
+            is_uninterrupted: The phase, such as a user's function or a write, contains no call of this method. It may
+                take any time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends
+                after the timeout.
             update, collective, gathers: Of engines, see `Watchdog.heartbeat`.
         """
         self.watchdog.heartbeat(
@@ -231,7 +231,7 @@ class ProcessGroup:
             if stop_error is not None and (self.is_root or stop_error.on_one_rank):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stop_error}")
-            # Do not wait after a mistake: a process without it would reach the barrier only after the time limit.
+            # No barrier after a UserMistake: should one process raise it alone, the others wait in another collective.
             is_graceful = is_mistake or ((is_done or is_on_all_ranks) and self._all_are_done())
         finally:
             self.watchdog.stop(None if is_done or is_on_all_ranks else error)

@@ -4,9 +4,9 @@ A thread receives the signals too: while the main thread waits in C++, as in a c
 
 A scheduler may signal one process, some, or all, at different moments. So the processes sum a flag, 1 for a process
 that was asked to stop, and all stop after the same update. The flag is summed with the last bucket of gradients of each
-update, or, where there are no such buckets, by an asynchronous sum that all processes read one call later; no update
-waits for it. Before something that takes long, such as a validation, and at each of its batches the processes wait for
-a sum instead.
+update, or with their norm (FSDP). Where an engine does neither, the flag is summed alone, asynchronously, and all
+processes read the sum one call later. No update waits for the sum. Before something that takes long, such as a
+validation, and at each of its batches the processes wait for a sum instead.
 """
 
 from __future__ import annotations

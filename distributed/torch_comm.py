@@ -52,7 +52,8 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
     uses_nccl = device.type != "cpu" and not gpus_are_shared()
-    if uses_nccl and launch.world_size > 1:  # with one process, DeepSpeed's groups fail (DeepSpeed#8248)
+    # In a job of one process, DeepSpeed's groups fail if the default group has a device_id (DeepSpeed#8248).
+    if uses_nccl and launch.world_size > 1:
         options["device_id"] = device
     is_restart = launch.is_restart
     if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
@@ -236,7 +237,8 @@ def own_address(host: str) -> str | None:
 
 
 def unreachable_own_address() -> str | None:
-    """The address of this machine's host name, if no other machine reaches that; None otherwise."""
+    """The address of this machine's host name, if no other machine reaches that, or "no address" if the name has none.
+    None if other machines reach it."""
     address = None
     with contextlib.suppress(OSError):
         address = str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])

@@ -41,12 +41,12 @@ _LONGEST_TEXT = 200
 
 @dataclass
 class _Heartbeat:
-    count: int = 0
+    count: int = 0  # phases begun
     phase: str = "starting"
     update: int = 0
-    collective: bool = False
+    collective: bool = False  # the main thread may wait for other processes
     is_uninterrupted: bool = False
-    loads: bool = False
+    loads: bool = False  # the main thread waits for loader processes
 
 
 class Watchdog:
@@ -82,8 +82,9 @@ class Watchdog:
         gathers: bool = False, is_uninterrupted: bool = False,
     ) -> None:  # fmt: skip
         """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase.
-        With ``gathers`` it may wait too, but rarely, so the time counts as computing. With ``is_uninterrupted`` it
-        sends no further heartbeat, and use of the processor counts as progress; while a disk hangs there is none."""
+        With ``gathers`` it may wait too, but rarely, so the time counts as computing. With ``is_uninterrupted`` the
+        main thread calls `heartbeat` only after the phase, and its use of the processor counts as progress: a main
+        thread that waits for a broken disk uses none."""
         now = time.monotonic()
         if self._wait_kind:
             self.waited[self._wait_kind] += now - self._phase_start
@@ -232,6 +233,7 @@ class Watchdog:
         if heartbeat.pop("is_uninterrupted"):
             previous, self._processor_time = self._processor_time, processor_time(threading.main_thread())
             self._work_count += _has_worked(previous, self._processor_time)
+        # The monitor takes a higher count for progress.
         heartbeat["count"] += self._work_count
         return encode_message("beat", heartbeat)
 

@@ -137,9 +137,8 @@ class SkipGuard:
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros((), dtype=torch.int64, device=device)
         self._pending_count: tuple[Tensor, Any] | None = None  # a copy to the host, and its event
-        self._suspects: list[
-            tuple[str, Tensor]
-        ] = []  # a text such as "the gradient of NAME holds", and numbers on the device
+        # Texts such as "the gradient of NAME holds", with tensors on the device: those numbers may be non-finite.
+        self._suspects: list[tuple[str, Tensor]] = []
         self._hooks: list[Any] = []
         if limit <= 1:
             self._add_hooks()

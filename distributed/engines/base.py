@@ -135,7 +135,7 @@ class Engine(ABC):
             RuntimeError: the engine is frozen, or cannot keep the graph (``retain_graph`` at ZeRO 3).
         """
         if self._is_frozen:
-            raise RuntimeError("this engine is frozen: its update is not under way")
+            raise RuntimeError("this engine is frozen: call backward outside of frozen()")
         self._processes.heartbeat("backward", update=self._updates, gathers=self.is_sharded)
         self._add_gradients(loss, backward_weight(items, total, self._plan), retain_graph)
         self._processes.heartbeat("computing")
@@ -145,8 +145,8 @@ class Engine(ABC):
         """Add the gradients of ``weight`` x ``loss``; the update is their sum over all calls and processes."""
 
     def step(self, *, with_norm: bool = True) -> Update:
-        """Reduce, unscale and clip the gradients, update the weights unless a gradient is not finite, and clear them.
-        Without ``with_norm``, `Update.grad_norm` may be left out.
+        """Reduce, unscale and clip the gradients, update the weights unless a gradient is not finite, and clear the
+        gradients. Without ``with_norm``, `Update.grad_norm` may be left out.
 
         Raises:
             TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.

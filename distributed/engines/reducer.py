@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 16
 @dataclass
 class _Bucket:
     buffer: Tensor  # flat; in the last bucket also the stop flag
-    flat: Tensor
+    flat: Tensor  # the part of `buffer` with the gradients
     parameters: list[nn.Parameter]
     views: list[Tensor]  # of `flat`, in the shapes of the parameters
     n_ready: int = 0
@@ -71,7 +71,7 @@ class GradientReducer:
 
     Args:
         micro_batches: Their number per update.
-        stop_flag: The request to stop, whose flag is summed with the last bucket.
+        stop_request: Its flag is summed with the last bucket.
         reduce_dtype: Precision in which the processes exchange gradients; None: that of the gradients.
     """
 
@@ -79,7 +79,7 @@ class GradientReducer:
     comm: Communicator
     name: str
     micro_batches: int = 1
-    stop_flag: StopRequest | None = None
+    stop_request: StopRequest | None = None
     reduce_dtype: torch.dtype | None = None
     buckets: list[_Bucket] = field(default_factory=list)
     _sends_early: bool = False
@@ -87,7 +87,7 @@ class GradientReducer:
 
     def __post_init__(self) -> None:
         if self.comm.world_size == 1:
-            self.stop_flag = None
+            self.stop_request = None
         # Gradients appear roughly in the reverse order of registration.
         total = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
         first, others = (
@@ -97,7 +97,7 @@ class GradientReducer:
         groups = split_by_size(reversed(self.parameters), others, first)
         for group in groups:
             sizes = [padded_size(parameter) for parameter in group]
-            flag_size = int(self.stop_flag is not None and group is groups[-1])
+            flag_size = int(self.stop_request is not None and group is groups[-1])
             buffer = group[0].new_zeros(sum(sizes) + flag_size, requires_grad=False)
             flat = buffer[: sum(sizes)]
             views = [view_like(parameter, chunk) for parameter, chunk in zip(group, flat.split(sizes), strict=True)]
@@ -140,8 +140,8 @@ class GradientReducer:
             if bucket.rounded_buffer is not None:
                 bucket.buffer.copy_(bucket.rounded_buffer)
                 bucket.rounded_buffer = None
-        if self.stop_flag is not None and self.buckets:
-            self.stop_flag.read_sum(self.buckets[-1].buffer[-1])
+        if self.stop_request is not None and self.buckets:
+            self.stop_request.read_sum(self.buckets[-1].buffer[-1])
         self._sends_early = False
 
     def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
@@ -161,8 +161,8 @@ class GradientReducer:
             if only_full and bucket.n_ready < len(bucket.parameters):
                 return
             bucket.fill()
-            if self.stop_flag is not None and bucket is self.buckets[-1]:
-                bucket.buffer[-1].fill_(float(self.stop_flag.contribute_flag()))
+            if self.stop_request is not None and bucket is self.buckets[-1]:
+                bucket.buffer[-1].fill_(float(self.stop_request.contribute_flag()))
             if self.reduce_dtype is not None and self.comm.world_size > 1:
                 bucket.rounded_buffer = bucket.buffer.to(self.reduce_dtype)
             tensor = bucket.buffer if bucket.rounded_buffer is None else bucket.rounded_buffer

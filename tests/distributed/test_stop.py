@@ -205,7 +205,7 @@ def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own
         received: set[int] = set()
         stop, answers = StopRequest(process.comm, received), []
         weight = nn.Parameter(torch.zeros(3))
-        reducer = GradientReducer([weight], process.comm, "toy", stop_flag=stop)
+        reducer = GradientReducer([weight], process.comm, "toy", stop_request=stop)
         for update in range(6):
             if update == 2 + 3 * process.rank:
                 received.add(signal.SIGTERM)
@@ -224,7 +224,7 @@ def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of
     def work(process: Process) -> list[bool]:
         stop = StopRequest(process.comm)
         weight = nn.Parameter(torch.zeros(3))
-        reducer = GradientReducer([weight], process.comm, "toy", stop_flag=stop)
+        reducer = GradientReducer([weight], process.comm, "toy", stop_request=stop)
         answers = []
         for update in range(3):
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)

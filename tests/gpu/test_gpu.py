@@ -103,7 +103,7 @@ def test_the_optimizer_and_the_next_backward_pass_come_after_the_sums_of_another
 def test_a_request_to_stop_travels_with_gradients_and_is_heard_of_without_a_wait() -> None:
     network, received = Network(is_slow=True), set[int]()
     stop, weight = StopRequest(network, received), nn.Parameter(torch.zeros(3, device=DEVICE))
-    reducer, answers = GradientReducer([weight], network, "model", stop_flag=stop), []
+    reducer, answers = GradientReducer([weight], network, "model", stop_request=stop), []
     for update in range(5):
         if update == 1:
             received.add(signal.SIGTERM)

@@ -34,7 +34,8 @@ class DeepSpeedBackend(DDPBackend):
         super().__init__(launch, options, args)
         self.config_path: str | None = args.deepspeed_config
         self.config: dict[str, Any] = read_config(self.config_path) if self.config_path else {}
-        warmup = getattr(args, "lr_warmup_steps", 0)  # `merge_config` accepts a list, for several models
+        # One value per model, if it is a list. If the JSON needs it, `merge_config` has checked that all are the same.
+        warmup = getattr(args, "lr_warmup_steps", 0)
         self.warmup_steps: int = warmup[0] if isinstance(warmup, list) else warmup
         self.zero_stage: int = args.zero_stage
         self._requested_stage = self.zero_stage
@@ -92,7 +93,7 @@ class DeepSpeedBackend(DDPBackend):
         if self.options.precision == "fp16" and accelerator is None:
             raise UserMistake(
                 "fp16 is DeepSpeed's own mode, which needs a GPU; on the CPU use --precision bf16 or fp32, or another "
-                "backend such as torchrun"
+                "backend such as ddp"
             )
         connection = super().connect()
         deepspeed.init_distributed(dist_backend=torch.distributed.get_default_backend_for_device(connection.device))

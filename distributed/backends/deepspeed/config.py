@@ -90,7 +90,7 @@ def one_line_refusals(path: str | None) -> Iterator[None]:
 
 
 def merge_config(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
-    """Set flags in ``args`` from the JSON, except those that the command line gives.
+    """Set flags in ``args`` from the JSON, except those set on the command line or by --config.
 
     Raises:
         UserMistake: a value is of the wrong kind, or two values disagree; the text names both.
@@ -296,7 +296,7 @@ def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
     buckets = {"reduce_bucket_size": reduce_size, "allgather_bucket_size": bucket_size}
     buckets = {name: math.ceil(size / 128) * 128 for name, size in buckets.items()}  # DeepSpeed expects them aligned
     if zero_stage == 3:
-        # ZeRO 3 prefetches up to this many weights, one bucket for each module that it enters.
+        # ZeRO 3 prefetches a bucket for each module that it enters, up to max_live_parameters gathered weights in all.
         buckets |= {"stage3_prefetch_bucket_size": bucket_size, "stage3_max_live_parameters": 2 * bucket_size,
                   "stage3_max_reuse_distance": bucket_size}  # fmt: skip
     return buckets
@@ -323,6 +323,7 @@ def _replace_autos(value: Any, auto: Mapping[str, Any], path: str = "") -> Any:
         children = {key: _replace_autos(child, auto, f"{path}.{key}".lstrip(".")) for key, child in value.items()}
         return {key: child for key, child in children.items() if child != AUTO}
     if isinstance(value, list):
+        # The dot is for a path that `auto` has not: its values are for no entry of a list.
         return [_replace_autos(child, auto, f"{path}.") for child in value if child != AUTO]
     return auto.get(path, AUTO) if value == AUTO else value
 

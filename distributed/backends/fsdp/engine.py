@@ -79,14 +79,14 @@ class FSDPEngine(ReplicatedEngine):
         for group in optimizer.param_groups:
             group["params"] = [self._local_parameters[names[parameter]] for parameter in group["params"]]
         self._names = {local: name for name, local in self._local_parameters.items() if local.requires_grad}
-        unsharded = [local for local, name in self._names.items() if name not in self._sharded_parameters]
+        scalars = [local for local, name in self._names.items() if name not in self._sharded_parameters]  # 0-d weights
         self._ordered_sum: OrderedSum | None = None
         if self._plan.batch_parts:
             ordered = [full_parameters.get(name, local) for local, name in self._names.items()]
             self._ordered_sum = OrderedSum(ordered, processes.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         else:
-            self._unsharded_reducer = GradientReducer(unsharded, processes.comm, self.name)
+            self._scalar_reducer = GradientReducer(scalars, processes.comm, self.name)
         # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = available_threads(processes.gather_objects) if self._offload else None
         if self._offload:
@@ -156,7 +156,8 @@ class FSDPEngine(ReplicatedEngine):
         if self._ordered_sum is not None:
             self._ordered_sum.backward(loss, gradient, self._micro_batch, retain_graph)
             return
-        self._unsharded_reducer.backward(loss, gradient, None, retain_graph)
+        # This runs the whole backward pass, in which FSDP sums the gradients of the sharded weights.
+        self._scalar_reducer.backward(loss, gradient, None, retain_graph)
         if self._is_kept_unsharded:
             self._reduce_late_gradients()
 
@@ -181,7 +182,7 @@ class FSDPEngine(ReplicatedEngine):
             for (local, name), parameter in zip(self._names.items(), self._ordered_sum.parameters, strict=True):
                 local.grad = self.shard(name, gradients[parameter]).to(local.device)
             return self._gradients(), gradient_norm(self._ordered_sum.gradients)
-        self._unsharded_reducer.finish()
+        self._scalar_reducer.finish()
         for local, name in self._names.items():
             if name in self._sharded_parameters:
                 gradient = self._sharded_parameters[name].grad
@@ -204,8 +205,8 @@ class FSDPEngine(ReplicatedEngine):
             sums[1].fill_(float(processes.stop.contribute_flag()))
             processes.comm.all_reduce_(sums, f"{self.name}.norm").wait()
             processes.stop.read_sum(sums[1])
-        if self._unsharded_reducer.gradients:
-            sums[0] += gradient_norm(self._unsharded_reducer.gradients).square()
+        if self._scalar_reducer.gradients:
+            sums[0] += gradient_norm(self._scalar_reducer.gradients).square()
         return sums[0].sqrt()
 
     def _clear_gradients(self) -> None:
@@ -214,8 +215,8 @@ class FSDPEngine(ReplicatedEngine):
                 self._sharded_parameters[name].grad = local.grad = None
         if self._ordered_sum is not None:
             self._ordered_sum.zero_()
-        elif self._unsharded_reducer.gradients:
-            self._unsharded_reducer.zero_()
+        elif self._scalar_reducer.gradients:
+            self._scalar_reducer.zero_()
 
     def _reshard(self) -> None:
         """Free whole weights, which the next pass gathers again."""
