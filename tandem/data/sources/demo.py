@@ -91,7 +91,7 @@ def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
     name = demo_name(kind)
     name_in_spec, _, number = spec.removeprefix(PREFIX).partition(":")
     if PREFIX + name_in_spec != name:
-        raise ValueError(f"there is no demonstration set {spec!r}: the only one is {name}")
+        raise ValueError(f"there is no demonstration set {spec!r} of {_KINDS[kind].noun}: the only one is {name}")
     n = int(number or DEFAULT_SIZE) if re.fullmatch("[0-9]{,7}", number) else 0
     if not 0 < n <= LARGEST_SIZE:
         raise ValueError(
