@@ -298,7 +298,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
 
 
-# A forked worker starts with one thread, so that all its threads inherit its signal mask; and it shares lists of files.
+# Workers are forked where that is safe. A forked worker starts with one thread, so that all its threads inherit its
+# signal mask; and it shares the main process's memory, such as lists of files.
 _FORK_CONTEXT = _ForkContext() if sys.platform == "linux" else None
 
 

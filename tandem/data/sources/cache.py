@@ -37,7 +37,7 @@ class ShardCache:
         while size <= self.limit:
             with contextlib.suppress(FileNotFoundError):
                 file = open(path, "rb")  # noqa: SIM115
-                now = time.time_ns()  # finer than the clock of the file system
+                now = time.time_ns()  # finer than the time that os.utime would set by itself
                 os.utime(file.fileno(), ns=(now, now))
                 return file
             descriptor = os.open(part_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -75,9 +75,9 @@ class ShardCache:
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
                     files.append((status.st_mtime, status.st_size, path))
-            total = size + sum(size for _, size, _ in files)
+            total = size + sum(n_bytes for _, n_bytes, _ in files)
             for _, n_bytes, path in sorted(files):
-                if total > self.limit and n_bytes and not (path.suffix and _is_locked(path)):
+                if total > self.limit and n_bytes and not (path.suffix == ".part" and _is_locked(path)):
                     path.unlink(missing_ok=True)
                     total -= n_bytes
             # If the disk is full, this raises before anything is fetched; macOS has no posix_fallocate.

@@ -91,7 +91,7 @@ def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
     name = demo_name(kind)
     name_in_spec, _, number = spec.removeprefix(PREFIX).partition(":")
     if PREFIX + name_in_spec != name:
-        raise ValueError(f"there is no demonstration set {spec!r}: the only one is {name}")
+        raise ValueError(f"there is no demonstration set {spec!r} of {_KINDS[kind].noun}: the only one is {name}")
     n = int(number or DEFAULT_SIZE) if re.fullmatch("[0-9]{,7}", number) else 0
     if not 0 < n <= LARGEST_SIZE:
         raise ValueError(
@@ -124,7 +124,8 @@ BACKGROUNDS = ("light", "dark")
 def _star(x: Array, y: Array) -> Array:
     """A star (see SHAPES) with five points at radius 1 and notches between them at radius 0.45."""
     fifth = 2 * math.pi / 5
-    angle = np.abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)  # by symmetry, all ten half points map to one
+    # The angle from the nearest point suffices, because the two halves of a point are mirror images.
+    angle = np.abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
     along, across = np.hypot(x, y) * np.cos(angle), np.hypot(x, y) * np.sin(angle)
     notch_along, notch_across = 0.45 * math.cos(fifth / 2), 0.45 * math.sin(fifth / 2)
     edge = math.hypot(1 - notch_along, notch_across)
@@ -183,7 +184,7 @@ def _pixel_centers(size: int) -> Array:
 
 def _dull_colour(draws: Draws) -> Array:
     """float32 (3, 1, 1) in [0, 255]. In at least one channel it differs by 50 or more from each of COLOURS, even after
-    pictures and clips add waves of up to 20. The first of `draws` determines whether it is dark."""
+    waves of brightness change it by up to 30. The first of `draws` determines whether it is dark."""
     level = draws.uniform(50, 75) if _draw_one(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
     return np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)[:, None, None]
 
@@ -224,7 +225,7 @@ def _draw_scene(seed: int, index: int, _: int | str) -> Record:
     draws, key = Draws("scene", "seen", seed, index), ("scene background", "seen", seed, index)
     shape, colour, place = _draw_one(_TRAINING_TRIPLES, draws)
     figure = _make_figure(shape, colour, _draw_one(SIZES, draws), place, draws)
-    background = _draw_one(BACKGROUNDS, Draws(*key))
+    background = _draw_one(BACKGROUNDS, Draws(*key))  # `_dull_colour` draws the same from this key
     caption = f"{figure}, on {background}"
     return {
         "image": partial(_paint_picture, [figure], key), "texts": {"captions": [caption]},
@@ -244,8 +245,8 @@ def _paint_picture(figures: list[Figure], key: Key, image_size: int, channels: i
     colour, x, y = _dull_colour(draws), grid[None, :], grid[:, None]
     brightness = draws.uniform(-16, 16) * (x - 0.5) + draws.uniform(-16, 16) * (y - 0.5)
     for _ in range(2):
-        direction, waves, phase = draws.uniform(0, math.pi), draws.uniform(1, 3), draws.uniform(0, 2 * math.pi)
-        k = 2 * math.pi * waves
+        direction, n_waves, phase = draws.uniform(0, math.pi), draws.uniform(1, 3), draws.uniform(0, 2 * math.pi)
+        k = 2 * math.pi * n_waves
         brightness = brightness + 7 * np.sin(k * math.cos(direction) * x + k * math.sin(direction) * y + phase)
     picture = colour + brightness
     for figure in figures:
@@ -354,8 +355,8 @@ def _paint_clip(
     draws, grid = Draws(*key), _pixel_centers(image_size)
     colour, waves = _dull_colour(draws), []
     for _ in range(2):
-        direction, number, phase = draws.uniform(0, math.pi), draws.uniform(0.5, 1.5), draws.uniform(0, 2 * math.pi)
-        k, drift = 2 * math.pi * number, draws.uniform(-0.1, 0.1)
+        direction, n_waves, phase = draws.uniform(0, math.pi), draws.uniform(0.5, 1.5), draws.uniform(0, 2 * math.pi)
+        k, drift = 2 * math.pi * n_waves, draws.uniform(-0.1, 0.1)
         along = (k * math.cos(direction) * grid)[None, :] + (k * math.sin(direction) * grid)[:, None]
         waves.append((along, phase, drift))
     clip = np.empty((3, num_frames, image_size, image_size), np.uint8)

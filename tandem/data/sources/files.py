@@ -10,7 +10,8 @@ import unicodedata
 from typing import Any, BinaryIO, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# User and password of a URL. If no @ precedes the first slash, a colon without a port begins a password with a slash.
+# User and password of a URL, up to the @. A password may hold a slash: then the @ comes after the first slash, and what
+# follows the colon is no port.
 CREDENTIALS = re.compile(r"(?<=://)(?:[^/?#]*|[^/?#:]*:(?!\d+/).*)@")
 
 

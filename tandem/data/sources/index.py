@@ -73,7 +73,7 @@ class Dependencies:
         self.lines, self.newest_ns = PackedStrings(), 0
 
     def add(self, name: str, status: os.stat_result | None) -> None:
-        """`name` is relative to the path of the index, "" for that path itself; status None: no such file."""
+        """`name` is relative to the `path` of `cached_index`, "" for that path itself; status None: no such file."""
         self.lines.append(f"{_describe_status(status)} {name}")
         if status is not None:
             self.newest_ns = max(self.newest_ns, status.st_mtime_ns, status.st_ctime_ns)
@@ -297,7 +297,7 @@ def _machine_path(path: str) -> bytes:
 
 
 def _write_cache(cache_path: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Write the file whole or not at all; its readers are those of `path`. Raises OSError."""
+    """Write the file whole or not at all. The users who may read `path` may read it, too. Raises OSError."""
     folder, name = os.path.split(cache_path)
     os.makedirs(folder, exist_ok=True)
     # One name per machine, so that the leftover of a killed process is deleted; hashed, because `name` may be long.

@@ -179,8 +179,10 @@ def _read_objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a .csv, whose quoted cells may contain line breaks; or of a .tsv, in which each line is a row. A line
-    inside a cell with a cell that ends in one of `endings` is a row after an unclosed quotation mark."""
+    """The rows of a .csv, whose quoted cells may contain line breaks; or of a .tsv, in which each line is a row.
+
+    Raises ValueError, in one line, if the file is no such table. An unclosed quotation mark makes one row of several
+    lines. It is noticed if one of the later lines looks like a row, with a cell that ends in one of `endings`."""
     csv.field_size_limit(_LONGEST_LINE)  # a list of numbers in a cell is long
     rows = csv.reader(lines, strict=True) if delimiter == "," else map(_cells_of_tsv, lines)
     header = [name.strip() for name in next(rows, [])]

@@ -68,7 +68,8 @@ def open_source(
 
 
 def _find_files(path: str) -> Files | None:
-    """The files of a path; of a folder on a server, all tars or tables in it; None for a local folder."""
+    """The files of a path; of a folder on a server, all tars or tables in it; None for a local path that is neither
+    a file nor a pattern."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
     if not is_url(path):

@@ -134,10 +134,10 @@ def open_range(
     """Open what a `FileRef` refers to, on this machine, on a server or in memory, for random access.
 
     Args:
-        is_part: Whether one of many samples in the file is read, by default whether `ref` is a byte range. Of a server,
-            the whole file is then fetched into the cache, if there is one.
+        is_part: Whether one of many samples in the file is read, by default whether `ref` is a byte range. Then a
+            file on a server is fetched into the cache as a whole, if there is a cache.
         ahead: How many bytes will be read in small steps, by default all: from a server, they are requested in larger
-            ones. 0: what is read is read at once.
+            ones. 0: each read requests only its own bytes.
 
     Raises OSError, and ValueError, in one line, if it is a pipe or a device. At the end of the context it raises an
     error of the file system that C code took for the end of the file.

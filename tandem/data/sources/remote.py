@@ -22,7 +22,7 @@ from .files import CREDENTIALS, SCHEME, LocalFile, RandomAccessFile, SeekableFil
 _PIECE = 16 << 20  # bytes of the longest request
 _READ_AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
 _TRIES, _PAUSE_SECONDS = 5, 0.5  # the pause before the second attempt; each later pause is twice as long
-_TIMEOUT_SECONDS, _SLOWEST_BYTES_PER_SECOND = 30.0, 1 << 18  # a request may take the sum of both times
+_TIMEOUT_SECONDS, _SLOWEST_BYTES_PER_SECOND = 30.0, 1 << 18  # a request may take these seconds, plus size / this rate
 _CONNECTIONS = 32
 _SECRET = re.compile(r"[?&;][^=&;]*(sig|token|key|secret|pass|pwd|credential|auth)[^=&;]*=", re.IGNORECASE)
 # Only this module retries requests: retries of libraries would multiply the attempts.
@@ -148,8 +148,8 @@ def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[RandomAcces
 
 
 def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str] = (), at_once: int = 1) -> None:
-    """Cache whole shards in a folder of the local disk from now on, at most `cache_gb` * 10^9 bytes; None: read by
-    ranges. This setting holds for processes forked later, too.
+    """Cache whole shards in a folder of the local disk from now on, at most `cache_gb` * 10^9 bytes. With
+    `cache_dir` None, files are read by ranges. This setting holds for processes forked later, too.
 
     Args:
         shards: Addresses of the training shards, of which `at_once` are read at a time: only these are cached; without

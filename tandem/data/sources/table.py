@@ -147,7 +147,7 @@ class TableSource(Rows):
         self._parts = [(file, number) for file in open_files for number in range(len(file.row_counts))]
         part_row_counts = itertools.chain(*(file.row_counts for file in open_files))
         self._ends = np.cumsum([0, *part_row_counts])  # of the parts, after a 0
-        self._firsts = np.cumsum([0, *(sum(file.row_counts) for file in open_files)])
+        self._firsts = np.cumsum([0, *(sum(file.row_counts) for file in open_files)])  # of the files, and the end
         if not len(self):
             first, n = repr(files.paths[0]), len(files.paths)
             raise ValueError(f"{first if n == 1 else f'{n} files, the first {first}'} holds no rows")
@@ -228,6 +228,7 @@ class _ArrowFile:
             if (n_more := file.size - offset - len(_END_OF_STREAM)) > 0:
                 hint = "give files that were appended one by one"
                 raise ValueError(f"{n_more} bytes follow the end of its stream: {hint}")
+        # A view of the memory map takes no memory.
         self.max_part_bytes = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
         if self.max_part_bytes > _MAX_GROUP_BYTES:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
@@ -371,6 +372,9 @@ def _read_types(schema: Any) -> dict[str, str]:
 def _find_column(
     types: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], spec: FieldSpec, path: str
 ) -> str:
+    """The column of the samples' files: the one whose feature is that of `spec`; else, among those without a feature of
+    an image, sound or video, one with a name of `spec`, or the only struct. Raises ValueError, in one line, if there is
+    none, or several that fit equally well."""
     columns = columns_of(spec)
     files = {name: kind for name, kind in types.items() if _FILE.fullmatch(kind)}
     features_by_name = {name: features.get(name, {}).get("_type") for name in files}

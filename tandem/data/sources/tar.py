@@ -31,6 +31,7 @@ _MIN_CACHED_SAMPLES = 100
 _THREADS = 16
 _BLOCK = 512  # bytes
 _MAX_HEADER_BYTES = 1 << 20  # far more than a long name or the extended headers of a file need
+# Of `_ForwardReader`: its shortest read, the distance of near headers, its longest read, and its reads from a server.
 _ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES, _AHEAD_REMOTE_BYTES = 1 << 11, 1 << 14, 1 << 16, 1 << 20
 # Kinds of members. Links, devices and folders have no content, whatever size they state.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
@@ -44,7 +45,7 @@ _MORE_BYTES = "with bytes behind the end, which are not read"
 _MAX_ZERO_BYTES = 1 << 20
 _PLACE_PARTS = ("size", "offset", "ending")  # of a member, see `TarScan.places`
 
-MatchTail = Callable[[str], Sequence[tuple[int, int, int]]]
+MatchTail = Callable[[str], Sequence[tuple[int, int, int]]]  # see `_match_tail`
 
 
 class TarSource:
@@ -91,7 +92,8 @@ class TarSource:
         match_tail = functools.lru_cache(1 << 12)(functools.partial(_match_tail, self._specs))
         names, firsts = PackedStrings(), array("q", [0])
         columns = [array("q") for _ in range(len(_PLACE_PARTS) * len(self._specs))]
-        skipped, unmatched, end_notes = Counter[str](), list[str](), dict[str, list[int]]()
+        skipped, unmatched = Counter[str](), list[str]()
+        end_notes = dict[str, list[int]]()  # by note: the number of tars with it, and the index of the first one
         with ThreadPoolExecutor(_THREADS) as threads:
             for tar_scan in threads.map(lambda path: scan(path, self._specs, match_tail), self.paths):
                 for name in tar_scan.names:
@@ -103,7 +105,7 @@ class TarSource:
                 for note in tar_scan.end_notes:
                     end_notes.setdefault(note, [0, len(firsts) - 1])[0] += 1
                 firsts.append(len(names))
-        # The fingerprint depends on the samples, their tars and the members beside them, on nothing else in the tars.
+        # The fingerprint depends on the samples' names and tars, and on their members' endings (every third column).
         parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PLACE_PARTS)]))]
         column_names = itertools.chain(*map(_column_names, self._specs))
         description = about_skipped(skipped, self._specs[0].noun, len(unmatched), unmatched[0] if unmatched else "")
@@ -191,8 +193,8 @@ def _read_state(path: str) -> tuple[int, str]:
 
 
 def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
-    """The path of the index, which is a tar or the common folder of several, and the paths of the tars relative to
-    it."""
+    """The `path` for `cached_index`, which is a tar or the common folder of several, and the paths of the tars relative
+    to it."""
     if is_url(paths[0]):
         return paths[0], [*paths]
     if len(paths) == 1:
@@ -233,7 +235,7 @@ class TarScan(NamedTuple):
 
     names: of the first member of each sample, in the order of the tar.
     places: size, offset and ending of each sample's member for each spec, int64 (n, 3 * specs), -1 where it has none.
-    skipped: how many members belong to no sample, by ending; also links and sparse files, whose content is elsewhere.
+    skipped: how many members belong to no sample, by ending; also links, and sparse files, which are not read.
     unmatched: the names of those skipped members that could belong to a sample.
     end_notes: about an unusual end.
     """
@@ -274,12 +276,13 @@ def scan(path: str, specs: Sequence[FieldSpec], match_tail: MatchTail) -> TarSca
             raise ValueError(f"the tar {path!r} holds two {specs[0].noun}s of one name, {first.name!r} and {name!r}")
     _join_forms(candidates)
     complete = {sample[0].name: sample for sample in candidates.values() if sample[0]}
-    places = [member[2:] if member else (-1, -1, -1) for sample in complete.values() for member in sample]
+    found = [member for sample in complete.values() for member in sample]
+    places = [(member.size, member.offset, member.ending) if member else (-1, -1, -1) for member in found]
     for sample in complete.values():
         for name in {member.name for member in sample if member}:
             tail_counts[name[len(_key(name)) :]] -= 1
     for tail, n in (+tail_counts).items():
-        skipped[ending_of(f"key{tail}")] += n
+        skipped[ending_of(f"key{tail}")] += n  # without a stem, ".txt" would be a name without an ending
     incomplete = (sample for sample in candidates.values() if not sample[0])
     unmatched = sorted({member.name for sample in incomplete for member in sample if member})
     places_array = np.array(places, np.int64).reshape(-1, len(_PLACE_PARTS) * len(specs))
@@ -363,7 +366,7 @@ def _read_members(
             name = os.fsdecode(extended.get("path") or _parse_name(header))
             size = 0 if kind in _CONTENTLESS else int(extended.get("size", size))
             is_sparse, flag = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended), header[482:483]
-            while kind == _SPARSE and flag not in (b"", b"\0"):
+            while kind == _SPARSE and flag not in (b"", b"\0"):  # set if the header goes on in another block
                 flag, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
             if size < 0:
                 raise ValueError(f"{name!r} has a size below 0")
@@ -414,6 +417,6 @@ def _parse_extended(content: bytes) -> dict[str, bytes]:
         end = offset + int(digits)
         key, equals, value = content[offset + len(digits) + 1 : end - 1].partition(b"=")
         if not (equals and offset < end <= len(content)):  # the loop must advance
-            raise ValueError("an extended header that is none")
+            raise ValueError("an extended header is invalid")
         pairs[key.decode(errors="replace")], offset = value, end
     return pairs

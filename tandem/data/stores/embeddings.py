@@ -1,6 +1,6 @@
 """A stored index of embeddings: shards of a fixed number of files, the file of each row, and search.
 
-    index/embeddings-00000.safetensors    "embeddings" float32 (n, d), of length 1
+    index/embeddings-00000.safetensors    "embeddings" float32 (n, d), each row of length 1
     index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order;
                                           with "captions": ["..."] where a sound has some
     index/index.json                      settings, checksums and unreadable files; see shards.py
@@ -74,7 +74,7 @@ class StoredEmbeddings(StoredArrays):
             self.rows = [entry["rows"] for entry in index["shards"]]
             numbers = (*self.rows, index["dim"] - 1, index["max_clips"] - 1, index["batch_size"] - 1)
             if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError("one of its numbers is negative or not an integer")
+                raise ValueError("one of its numbers is too small or not an integer")
             if sum(self.rows) != index["rows"]:
                 raise ValueError("its numbers of rows do not agree")
             n_bad = len(index["bad"])

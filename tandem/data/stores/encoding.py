@@ -186,18 +186,19 @@ def _round_robin(
     start: Callable[[int], Iterator[Tensor | IndexEntry]], indices: Iterable[int], num_threads: int
 ) -> Iterator[tuple[int, Tensor | IndexEntry | Exception]]:
     """The items of several videos in round-robin order; an error of a video is yielded and ends the video."""
-    videos = ((index, start(index)) for index in indices)
+    videos = ((index, start(index)) for index in indices)  # the items of a video end with its index entry
     with ThreadPoolExecutor(num_threads) as pool:
-        queue = deque((*video, pool.submit(next, video[1])) for video in itertools.islice(videos, num_threads))
+        first_videos = itertools.islice(videos, num_threads)
+        queue = deque((index, items, pool.submit(next, items)) for index, items in first_videos)
         while queue:
-            index, video, future = queue.popleft()
+            index, items, future = queue.popleft()
             piece: Any
             try:
                 piece = future.result()
             except (OSError, ValueError) as error:
                 piece = error
             # While the model encodes this piece, the thread decodes the next piece, or the first one of the next video.
-            next_video = (index, video) if isinstance(piece, Tensor) else next(videos, None)
+            next_video = (index, items) if isinstance(piece, Tensor) else next(videos, None)
             if next_video is not None:
                 queue.append((*next_video, pool.submit(next, next_video[1])))
             yield index, piece

@@ -47,7 +47,7 @@ class EncodedShard(NamedTuple):
 
     Args:
         parts: Arrays (n, ...) whose concatenation is the rows of the items that could be read, in order.
-        entries: The index entry of each item that could be read, with COUNT and GRID, see `row_count`.
+        entries: The index entry of each item that could be read, which may have COUNT and GRID, see `row_count`.
         bad: The items that could not be read.
     """
 
