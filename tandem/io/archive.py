@@ -187,7 +187,7 @@ def _check_call(opcode: str, argument: Any, calls: set[str]) -> None:
 
 
 def _has_one_table_of_contents(path: Path, start: int) -> bool:
-    """Whether any zip reader finds the table of contents at ``start``, where Python's zipfile found it."""
+    """Whether every zip reader finds the table of contents at ``start``, where Python's zipfile found it."""
     end_of_file = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, end_of_file - _ENDS.size))

@@ -217,8 +217,8 @@ def processor_time(thread: threading.Thread) -> int | None:
 
 def open_standard_streams() -> None:
     """Open the null device in place of standard streams that were closed before the start of this process. Otherwise
-    the next file or socket gets the number of a closed stream, such as 2, and C code writes into it; sys.stderr is
-    None."""
+    sys.stderr, for example, is None, and the next file or socket gets the number of the closed stream, 2, so that C
+    code writes its messages into this file."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -233,8 +233,9 @@ def open_standard_streams() -> None:
 def say(text: str, *, unbuffered: bool = False) -> None:
     """Print one line on stderr, after the program's name; a closed stderr is ignored.
 
-    `unbuffered` is for threads other than the main one, which may be inside print, or blocked there by a stopped
-    terminal: the line is written past the stream, on a terminal below a progress bar.
+    `unbuffered` is for threads other than the main one, because the main thread may be inside print, or blocked there
+    by a stopped terminal. The line is written to the file descriptor, past sys.stderr; on a terminal it begins below a
+    progress bar.
     """
     with contextlib.suppress(OSError, *([ValueError] if unbuffered else [])):
         if not unbuffered:

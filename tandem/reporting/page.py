@@ -43,7 +43,7 @@ def read_uplot() -> dict[str, str]:
 
 
 def page_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The data of a page, from those of `RunReader.read` of each run."""
+    """The data of a page, from what `RunReader.read` returned for each run."""
     metrics = [name for run in runs for name in run["curves"]]
     not_zero = {name for run in runs for name, curve in run["curves"].items() if not _is_zero(curve)}
     return {

@@ -18,7 +18,7 @@ _NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
 _LARGE_BYTES = 200_000  # a larger file is sent as WebP, if that has fewer bytes
 _LONGEST_SIDE = 1600  # pixels of that WebP
 _WEBP_QUALITY = 85
-_MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
+_MOST_PIXELS = 1 << 26  # of a file: decoding takes 4 bytes for each pixel
 _MOST_BYTES = 1 << 26  # of a file
 
 

@@ -60,8 +60,9 @@ def bce_generator_loss(fake_logits: Tensor) -> Tensor:
 
 @_sum_over_heads
 def softplus_generator_loss(fake_logits: Tensor) -> Tensor:
-    """mean over the images of softplus(-mean D(fake)), 0-d: -log s of an image's mean logit (`non_saturate_gen_loss` of
-    Open-MAGVIT2). Unlike that of the hinge loss, its gradient shrinks where an image deceives the discriminator."""
+    """mean over the images of softplus(-mean D(fake)), 0-d, where the inner mean is over the logits of an image
+    (`non_saturate_gen_loss` of Open-MAGVIT2). The gradient for an image shrinks as the image deceives the
+    discriminator; the gradient of `hinge_generator_loss` does not."""
     return F.softplus(-fake_logits.float().reshape(len(fake_logits), -1).mean(1)).mean()
 
 
@@ -154,8 +155,8 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor
 
     R1 + R2 of Mescheder et al. 2018, "Which training methods for GANs do actually converge?", section 4.1, without
     their factor gamma / 2. D(x) is the mean of an image's logits, so that the penalty does not grow with their number.
-    In fp32, with the arguments of `gradient_penalty`. The discriminator is called once, on the real images followed by
-    the generated ones.
+    Runs in fp32. `gradient_penalty` says what the discriminator and the images must be. The discriminator is called
+    once, on the real images followed by the generated ones.
     """
     with torch.autocast(real.device.type, enabled=False):
         x = torch.cat([real, fake]).detach().float().requires_grad_()
@@ -167,7 +168,7 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor
 
 
 def _gradient(value: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a value (0-d), with a graph of its own."""
+    """The gradient of a value (0-d) with respect to x, which can be differentiated again."""
     (gradient,) = torch.autograd.grad(value, x, create_graph=True)
     return gradient
 
@@ -177,7 +178,7 @@ _GRADIENT_SCALE = 2.0**12
 
 
 def image_gradient(loss: Tensor, images: Tensor) -> Tensor:
-    """Gradient of a loss (0-d) with respect to images (b, c, h, w), fp32, without a graph of its own."""
+    """Gradient of a loss (0-d) with respect to images (b, c, h, w), fp32; it cannot be differentiated again."""
     (gradient,) = torch.autograd.grad(loss * _GRADIENT_SCALE, images)
     return gradient.float() / _GRADIENT_SCALE
 
@@ -196,5 +197,5 @@ def adaptive_weight(
             all processes and micro-batches: an average of ratios is not the ratio of averages.
     """
     gradients = (reconstruction_gradient, adversarial_gradient)
-    norms = [torch.linalg.vector_norm(gradient.detach().float()) for gradient in gradients]
-    return (norms[0] / norms[1].clamp_min(eps)).clamp_max(cap)
+    reconstruction_norm, adversarial_norm = (torch.linalg.vector_norm(x.detach().float()) for x in gradients)
+    return (reconstruction_norm / adversarial_norm.clamp_min(eps)).clamp_max(cap)

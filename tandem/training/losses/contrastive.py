@@ -1,7 +1,7 @@
 """Contrastive losses over the global batch, with the gradients of a single process that holds the whole batch.
 
-For every head h (the final embedding, and intermediate ones: Shukor et al. 2022, ViCHA) the logits of n pairs are
-s_ij = scale_h <audio_hi, text_hj>; the losses of the heads are added.
+For every head h the logits of n pairs are s_ij = scale_h <audio_hi, text_hj>; the losses of the heads are added. Head 0
+is the final embedding; the others, if any, are embeddings of intermediate layers (Shukor et al. 2022, ViCHA).
 
     softmax     mean_i [-s_ii + (log sum_j exp s_ij + log sum_j exp s_ji) / 2]          Radford et al. 2021, CLIP
     decoupled   the same, j != i in both sums                                           Yeh et al. 2022, DCL
@@ -137,8 +137,8 @@ class Contrastive:
         caption_ids: Tensor,
     ) -> ContrastiveResult:  # fmt: skip
         compute = self._compute_sigmoid if self.kind == "sigmoid" else self._compute_rows
-        pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
-        variances = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
+        n_pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
+        variances = [1 - (total / n_pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
         values = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed_loss * len(scale))
         return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in values))
@@ -193,9 +193,9 @@ class Contrastive:
             processes, loss, scale_gradient, bias_gradient, audio[:, 0].sum(0), text[:, 0].sum(0), n_compared,
             torch.cat(text_gradients),
         )  # fmt: skip
-        start, pairs = sum(sizes[: processes.rank]), sum(sizes)
-        global_sums = _Sums._make([*sums, _collapsed_sigmoid(pairs, comparisons)])
-        return pairs, global_sums, audio_gradient, text_gradient[start : start + len(text)]
+        start, n_pairs = sum(sizes[: processes.rank]), sum(sizes)
+        global_sums = _Sums._make([*sums, _collapsed_sigmoid(n_pairs, comparisons)])
+        return n_pairs, global_sums, audio_gradient, text_gradient[start : start + len(text)]
 
     def _compare(
         self, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor, text_captions: Tensor,
@@ -224,8 +224,8 @@ class Contrastive:
 
 
 def _row_losses(is_excluded: Tensor, own: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
-    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) against ``pairs`` (n, 2, h, d). The denominators do not
-    contain the comparisons that ``is_excluded`` (b, n) marks."""
+    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) against ``pairs`` (n, 2, h, d); the axis of 2 is audio,
+    text. The denominators do not contain the comparisons that ``is_excluded`` (b, n) marks."""
     losses = -scale[:, None] * torch.einsum("bhd,bhd->hb", own[:, 0], own[:, 1])
     for row_side, column_side in ((0, 1), (1, 0)):
         logits = scale[:, None, None] * torch.einsum("bhd,nhd->hbn", own[:, row_side], pairs[:, column_side])
@@ -243,17 +243,18 @@ def _sigmoid_losses(
     return -F.logsigmoid(signs * logits).masked_fill(is_excluded, 0.0)
 
 
-def _collapsed_sigmoid(pairs: int, comparisons: Tensor) -> Tensor:
-    """The sigmoid loss (0-d) of ``pairs`` pairs if all scores are equal, with the best bias: comparisons x H / pairs,
-    where H is the entropy of whether one of the ``comparisons`` (0-d, their number) is of a pair."""
-    others = comparisons - pairs
-    return (-pairs * (pairs / comparisons).log() - torch.special.xlogy(others, others / comparisons)) / pairs
+def _collapsed_sigmoid(n_pairs: int, comparisons: Tensor) -> Tensor:
+    """The sigmoid loss (0-d) if all scores are equal, with the best bias: comparisons x H / n_pairs. ``comparisons``
+    (0-d) is the number of comparisons; a share n_pairs / comparisons of them are of pairs. H is the entropy, in nats,
+    of a yes/no variable with this probability."""
+    others = comparisons - n_pairs
+    return (-n_pairs * (n_pairs / comparisons).log() - torch.special.xlogy(others, others / comparisons)) / n_pairs
 
 
 def _gather_pairs(
     processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs (n, 2, h, d) and captions (n,) of all processes, and the rows (b,) of this process's own pairs."""
+    """The pairs (n, 2, h, d) and caption ids (n,) of all processes, and the rows (b,) of this process's own pairs."""
     pairs, captions = (processes.gather(tensor, sizes) for tensor in (torch.stack([audio, text], 1), caption_ids))
     start = sum(sizes[: processes.rank])
     return pairs, captions, torch.arange(start, start + len(audio), device=audio.device)

@@ -35,13 +35,15 @@ class DiffusionDraws:
         timesteps: T, number of noise levels.
         image_drop: Probability of dropping the image embedding; None if the network has none.
         text_drop: The same for the text.
-        logit_normal: Mean and standard deviation, above 0, of times t = sigmoid(mean + std n), n standard normal, 1 the
-            most noise (Esser et al. 2024, section 3.1); None: times are uniform.
-        stratified: Times are (pi(position) + u) / batch_size quantiles, with a permutation pi of the global batch that
-            changes with the step and u uniform in [0, 1). So each batch has one time in each of batch_size strata, and
-            the loss hardly varies through the choice of times (after Kingma et al. 2021, appendix I.1).
+        logit_normal: Mean and standard deviation (above 0) for times t = sigmoid(mean + std n), where n is standard
+            normal and t = 1 is the most noise (Esser et al. 2024, section 3.1); None: times are uniform in [0, 1).
+        stratified: Times are the quantiles (pi(position) + u) / batch_size of their distribution, where the permutation
+            pi of the global batch changes with the step, and u is uniform in [0, 1). So each batch has one time in each
+            of batch_size strata, and the loss hardly varies through the choice of times (after Kingma et al. 2021,
+            appendix I.1).
         lowres: How the low-resolution pictures are degraded; None if the network sees none.
-        device: Where noise is drawn, and where all draws are put. Scalars are the same on every device.
+        device: Where noise is drawn, and where all draws are put. Only the noise depends on the kind of device; the
+            draws of one number per picture are the same everywhere.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class DiffusionDraws:
         return draws
 
     def _to_levels(self, quantiles: Tensor) -> Tensor:
-        """int64 levels at fp64 quantiles in [0, 1) of the distribution of times."""
+        """Quantiles in [0, 1) of the distribution of times, fp64 -> noise levels of these times, int64 in 0..T - 1."""
         times = quantiles
         if self._logit_normal:
             mean, deviation = self._logit_normal

@@ -52,7 +52,7 @@ class _ImageLosses(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Images of an update, (b, c, h, w), or videos, and what belongs to them."""
+    """The images (b, c, h, w), or videos, of a micro-batch, and what belongs to them."""
 
     images: Tensor
     generator_inputs: Mapping[str, Tensor]
@@ -67,7 +67,7 @@ class MicroBatch(NamedTuple):
 
 
 class GANLoss:
-    """The terms of the generator's loss, for any formula of them, and the updates of the discriminator.
+    """Computes the terms of the generator's loss, which the caller combines, and updates the discriminator.
 
     `recon, adversarial, weight = gan_loss(out, micro_batch)` are a micro-batch's reconstruction and adversarial loss
     and the adversarial loss's weight for the whole batch. All are 0-d; the losses have gradients, so that
@@ -231,7 +231,7 @@ class GANLoss:
         """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
         if isinstance(self._config.gan_weight, float):
             fixed_weight = self._config.gan_weight * self._config.gan_weight_scale
-            return torch.full((), fixed_weight, device=self._processes.device)  # filled there: the host does not wait
+            return torch.full((), fixed_weight, device=self._processes.device)  # no copy: the host does not wait
         gradients = torch.stack([loss.last_layer_gradients for loss in losses if loss.last_layer_gradients is not None])
         mean_gradients = self._processes.mean(gradients.to(sum_dtype(gradients.device)).mean(0)).float()
         weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._config.gan_weight_max)

@@ -22,12 +22,13 @@ class GradCache:
 
     With several micro-batches, all are first embedded without a graph, to compute `result`: the loss and its gradients
     with respect to the embeddings. Then each is embedded again: `surrogate_loss(out, caption_ids)` has the value of the
-    loss, and its graph gives these gradients to the embeddings; the engine's `backward` has to sum it, not to average
-    (items=1, total=1). So every micro-batch is compared with all negatives, in the memory of one micro-batch.
+    loss, and its graph gives these gradients to the embeddings. So every micro-batch is compared with all negatives, in
+    the memory of one micro-batch. The engine's `backward` has to sum the surrogate losses over micro-batches and
+    processes, not average them (items=1, total=1).
 
     Args:
         engine: Engine of a model that returns ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
-            ``models.MulanOutput``), and whose output depends on its arguments alone, noise included.
+            ``models.MulanOutput``), and whose output depends on its arguments alone: its noise is an argument, too.
         batch: This process's part of the batch, ``caption_ids`` (b,) among it.
         inputs: A micro-batch -> keyword arguments of the model.
     """
@@ -42,8 +43,8 @@ class GradCache:
     ) -> None:
         self._contrastive, self._is_root, self._next_row = contrastive, processes.is_root, 0
         self._result: ContrastiveResult | None = None
-        # A single micro-batch needs no first pass. With `is_replicated` it is made nevertheless, as by runs with
-        # another number of processes: PyTorch may choose another kernel without a graph, which would change bits.
+        # A single micro-batch needs no first pass. With `is_replicated` there is one nevertheless: runs on fewer
+        # processes, which must get the same bits, have one, and without a graph PyTorch may choose another kernel.
         if engine.grad_accum_steps > 1 or contrastive.is_replicated:
             with torch.no_grad(), recomputation():
                 outputs = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]

@@ -78,7 +78,7 @@ class ReconstructionAlarm:
         self._remedy, self._codes_remedy = remedy, remedy_of_codes
         self._step, self._updates, self._rate, self._sum_of_rates = 0, 0, 0.0, 0.0
         self._first_psnr, self._best_psnr, self._has_discriminator = math.nan, -math.inf, False
-        self._codes, self._most_codes = "valid/codes_used", 0.0
+        self._codes_metric, self._most_codes = "valid/codes_used", 0.0
         self._alike, self._poor = _Fault(2), _Fault(_CHECKS)  # validations are fewer than lines
         self._few, self._discriminator = _Fault(2 * _CHECKS), _Fault(4 * _CHECKS)
 
@@ -123,17 +123,19 @@ class ReconstructionAlarm:
         return warnings
 
     def _check_codes(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
-        if "codes_used" in line and self._codes != "codes_used":
-            self._codes, self._most_codes = "codes_used", 0.0  # of batches, if a script logs them: they have more lines
-        if self._codes not in line:
+        if "codes_used" in line and self._codes_metric != "codes_used":
+            # If a script logs the codes of batches, count those: they have more lines.
+            self._codes_metric, self._most_codes = "codes_used", 0.0
+        if self._codes_metric not in line:
             return []
-        codes, unit = line[self._codes], "a batch uses" if self._codes == "codes_used" else "the validation split uses"
+        is_of_batch = self._codes_metric == "codes_used"
+        codes, subject = line[self._codes_metric], "a batch" if is_of_batch else "the validation split"
         self._most_codes = max(self._most_codes, codes)
         low, high = max(1, _FEW_CODES * self._most_codes), max(2, _MANY_CODES * self._most_codes)
         if not self._few.begins(codes <= low, codes > high, has_had_time):
             return []
-        text = f"{unit} {codes:.0f} different codes, of {self._most_codes:.0f} at most before: the codes have collapsed"
-        return [f"{text}. Try {self._codes_remedy}"]
+        text = f"{subject} uses {codes:.0f} different codes, of {self._most_codes:.0f} at most before"
+        return [f"{text}: the codes have collapsed. Try {self._codes_remedy}"]
 
     def _check_discriminator(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         loss = line.get("discr_loss")

@@ -30,7 +30,7 @@ class FeatureStatistics:
     def __init__(self, network: Callable[[Tensor], Tensor], dim: int, device: torch.device | str = "cpu") -> None:
         self._network, self._statistics = network, FrechetStatistics(dim, device)
         self._logits = getattr(network, "logits", None)
-        # n, sum of p log p, and sums of p
+        # Number of samples, sum of p log p over samples and classes, and the sum of p of each of the 1008 classes.
         self._sums = torch.zeros(2 + 1008, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, samples: Tensor) -> None:
@@ -50,7 +50,7 @@ class FeatureStatistics:
             ValueError: fewer than 2 samples in all.
         """
         statistics = Gaussian(*(statistic.cpu() for statistic in self._statistics.result(all_reduce)))
-        count, entropy, *sums = all_reduce(self._sums.clone()).tolist()
+        count, sum_p_log_p, *sums = all_reduce(self._sums.clone()).tolist()
         shares = [p / count for p in sums if p]
-        divergence = entropy / count - math.fsum(p * math.log(p) for p in shares) if shares else 0.0
+        divergence = sum_p_log_p / count - math.fsum(p * math.log(p) for p in shares) if shares else 0.0
         return statistics, {"inception_score": math.exp(divergence)} if self._logits else {}

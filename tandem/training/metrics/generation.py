@@ -97,8 +97,8 @@ def _gaussian(features: Tensor) -> Gaussian:
 
 
 class GenerationQuality:
-    """Metrics of generated images beside the real images of the same conditions, over all processes; each only with its
-    network.
+    """Metrics of generated images beside the real images of the same conditions, over all processes. A metric whose
+    network is not given is left out.
 
     - `fid`, `kid`, `kid_std`, `inception_score`: see `Distributions`.
     - `lpips`: mean perceptual distance of a generated image from the real one of its condition.

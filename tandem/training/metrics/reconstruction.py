@@ -53,7 +53,7 @@ def _gaussian_mean(images: Tensor) -> Tensor:
     *batch, height, width = images.shape
     means = images.reshape(-1, 1, height, width)
     for axis, side in ((2, height), (3, width)):
-        taps = min(11, side - (side + 1) % 2)
+        taps = min(11, side - (side + 1) % 2)  # odd, so that the window has a centre
         offsets = torch.arange(taps, dtype=images.dtype, device=images.device) - taps // 2
         window = torch.exp(-offsets.square() / (2 * 1.5**2))
         shape = [1, 1, 1, 1]
@@ -88,9 +88,10 @@ class ReconstructedVariance:
         totals = all_reduce(self._sums.clone()).cpu()
         means = totals[1:] / totals[0]
         error, squared_means = means[2], means[3:].view(2, -1).square().sum(1)
-        images, reconstructions = (means[:2] - squared_means).clamp_min(0)
-        images = torch.where(images > _ROUNDING_VARIANCE, images, math.nan)
-        return {"variance_kept": (reconstructions / images).item(), "explained_variance": (1 - error / images).item()}
+        variance, reconstructed_variance = (means[:2] - squared_means).clamp_min(0)
+        variance = torch.where(variance > _ROUNDING_VARIANCE, variance, math.nan)
+        kept, explained = reconstructed_variance / variance, 1 - error / variance
+        return {"variance_kept": kept.item(), "explained_variance": explained.item()}
 
     @staticmethod
     def _cell_means(images: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class RetrievalQuality:
         """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
         clip; None if there is nothing to rank."""
         shards = processes.gather_objects([self._audio[0].shape[1] if self._audio else 0, self._captions])
-        dim, captions = max(size for size, _ in shards), [texts for _, clips in shards for texts in clips]
+        dim, captions = max(shard_dim for shard_dim, _ in shards), [texts for _, clips in shards for texts in clips]
         all_captions = [caption for texts in captions for caption in texts]
         if not all_captions:
             return None
@@ -219,20 +219,20 @@ def _rank_candidates(queries: Tensor, candidates: Tensor, relevant: Tensor) -> T
     other_scores = scores.nan_to_num_(nan=math.inf).masked_fill_(relevant, -math.inf)
     top = min(TOP, len(candidates))
     best_relevant, best_others = relevant_scores.topk(top).values - _TIE, other_scores.topk(top).values
-    ranks = 1 + ((other_scores >= best_relevant[:, :1]) & ~relevant).sum(1)
+    best_rank = 1 + ((other_scores >= best_relevant[:, :1]) & ~relevant).sum(1)
 
     count = relevant.sum(1, keepdim=True)
     order = torch.arange(1, top + 1, device=scores.device)  # of each relevant candidate among the relevant ones
-    # The rank among all. At most 10 other candidates are counted: more make no difference.
-    rank = order + (best_others[:, None] >= best_relevant[..., None]).sum(2)
-    precision = torch.where((order <= count) & (rank <= TOP), order / rank.double(), 0)
+    # Their ranks among all candidates. At most 10 other candidates are counted: more make no difference.
+    ranks = order + (best_others[:, None] >= best_relevant[..., None]).sum(2)
+    precision = torch.where((order <= count) & (ranks <= TOP), order / ranks.double(), 0)
     average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
-    return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)
+    return torch.stack([best_rank.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)
 
 
 def _summarize(results: Tensor, counts: Sequence[int]) -> dict[str, float]:
-    """Statistics of the rows (q, 3) from `_rank_candidates`; query i counts counts[i] times. The order of queries does
-    not matter, because the sums are exact."""
+    """Statistics of the rows (q, 3) from `_rank_candidates`; query i is repeated counts[i] times. The order of
+    queries does not matter, because the sums are exact."""
     rows = [row for row, count in zip(results.tolist(), counts, strict=True) for _ in range(count)]
     if not rows:
         return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)

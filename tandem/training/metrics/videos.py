@@ -73,7 +73,8 @@ class VideoQuality:
     def add(self, videos: Tensor, reconstructions: Tensor, codes: Tensor, **losses: Tensor) -> None:
         """Add videos and reconstructions (b, c, f, h, w) in [0, 1], codes of any shape, and losses (), means over b."""
         frames = list(zip(videos.unbind(2), reconstructions.unbind(2), strict=True))
-        for number, (x, y) in enumerate(frames):  # one at a time, because LPIPS needs much memory
+        # One frame at a time, because LPIPS needs much memory; the clip's codes are counted once, with the first.
+        for number, (x, y) in enumerate(frames):
             self._frames.add(x, y, codes if number == 0 else codes[:0], **losses)
         if self._motion and len(frames) > 1:
             frame_psnr = torch.stack([psnr(x, y) for x, y in frames])

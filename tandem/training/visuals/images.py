@@ -58,7 +58,7 @@ def shorten_caption(text: str) -> str:
 
 
 def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont | None:
-    """A font that has the letters of a text; None if there is none."""
+    """Pillow's own font for a text in ASCII, else the first of `_WIDE_FONTS` that is installed; None if none is."""
     if text.isascii():
         return ImageFont.load_default()
     for name in _WIDE_FONTS:
@@ -75,7 +75,7 @@ def _ascii(text: str) -> str:
 
 def grid(rows: Mapping[str, Tensor], least_side: int = 128) -> Image.Image:
     """A picture of rows of images (n, c, h, w) in [0, 1], by label of one or more lines. Small images are enlarged: no
-    side has fewer than `least_side` pixels. Letters for which there is no font become ASCII or ?."""
+    side has fewer than `least_side` pixels. Without a font for labels that are not ASCII, they are made ASCII."""
     if (font := _font("".join(rows))) is None:
         return grid({_ascii(label): images for label, images in rows.items()}, least_side)
     margin = round(max(font.getlength(line) for label in rows for line in label.split("\n"))) + 3 * _GAP_PIXELS
@@ -104,7 +104,8 @@ def to_png(picture: Image.Image) -> bytes:
 
 
 def code_histogram(counts: Tensor, width: int = 512, height: int = 128) -> Image.Image:
-    """Bar chart of how often each code was used, from counts (k,), in descending order, relative to the first.
+    """Bar chart of how often each code was used, from counts (k,), in descending order. The largest has the full
+    height.
 
     Its `info["counts"]` holds the counts, an array of int64 (k,), for trackers that draw histograms themselves."""
     ordered = counts.double().sort(descending=True).values

@@ -43,6 +43,7 @@ def best_matches(
         captions: Texts of the captions (m). Of several equal texts only the first is a candidate.
         relevant: The captions of each clip (n).
     """
+    # For each distinct caption, the row where it occurs first.
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
     scores = (double(audio.detach()) @ double(text[rows].detach()).T).cpu()
     lists = []
@@ -94,6 +95,7 @@ def cosine_colours(matrix: Tensor) -> tuple[Tensor, float]:
     """The picture (3, n, m) in [0, 1] of cosines (n, m), n and m at least 1: red is positive, blue negative, white 0,
     grey NaN; and the largest absolute value, rounded up to a tenth, where the colours end."""
     values = matrix.detach().float().cpu()
+    # The 1e-3 keeps the rounding error of a float32 0.3 from raising the limit to 0.4.
     limit = max(0.1, math.ceil(10 * float(values.nan_to_num(0.0).abs().max()) - 1e-3) / 10)
     return _apply_colours((values / limit + 1) / 2, torch.tensor(_DIVERGING) / 255), limit
 
