@@ -131,14 +131,15 @@ def newest_picture(run: Path) -> Path | None:
 
 
 def _usage(name: str, model: str, kind: Kind, version: str) -> str:
+    train = installed_command(kind.script)
     return f"""## Use
 
 The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
 {version}. Its commands, with huggingface_hub installed, download the model by its name; in a checkout of its
-sources, `tandem-convert` is `python convert.py`, and the others likewise:
+sources, `{train}` is `python {kind.script}`, and the others likewise:
 
     {kind.command.format(name)}
-    {installed_command("convert.py")} import {name} runs/more   # prints the command that trains on from these weights
+    {train} --init_from {name} --{kind.data[0]} DIR --output_dir runs/more   # trains on from these weights
 
 In Python:
 

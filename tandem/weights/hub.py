@@ -144,7 +144,8 @@ def _find_cause(error: Exception) -> tuple[Exception, int | None]:
 
 
 def _has_answered(error: Exception) -> bool:
-    """Whether the Hub works, and its answer is that there is no such model or that this user may not read it."""
+    """Whether the Hub works, and its answer is that there is no such model or that this user may not read it. Without a
+    status, a ValueError is huggingface_hub's own answer: the Hub cannot have a model of this name."""
     error, status = _find_cause(error)
     return isinstance(error, ValueError) if status is None else status < 500 and status != 429
 
