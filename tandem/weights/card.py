@@ -162,8 +162,10 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
         else f"It was trained on {data} (`--{flag}`). The author should say here which they are, and what is "
         "known about their rights and biases."
     )
-    if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
-        text += f" The run saw {samples[0]:,} samples in {counted(samples[1], 'update')} ({epoch[0]:.3g} epochs)."
+    last_samples, last_epoch = (metrics.clock[name].as_json()["last"] for name in ("samples", "epoch"))
+    if last_samples and last_epoch:
+        (samples, update), (epoch, _) = last_samples, last_epoch
+        text += f" The run saw {samples:,} samples in {counted(update, 'update')} ({epoch:.3g} epochs)."
     data_option = "" if demonstration else f" --{flag} DIR"
     config_text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     return f"""## Training
@@ -190,7 +192,7 @@ def _metrics(metrics: MetricsFile) -> str:
     names = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
     rows = []
     for name in names:
-        if last := curves[name]["last"]:
+        if last := curves[name]["last"]:  # [value, update], as the highest and lowest are
             best = curves[name][better_direction(name)] if better_direction(name) else None
             rows.append(f"| {name} | {last[0]:.5g} " + (f"| {best[0]:.5g} | {best[1]} |" if best else "| | |"))
     header = "## Metrics\n\n| metric | last | best | update of the best |\n|---|---|---|---|\n"

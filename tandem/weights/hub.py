@@ -20,7 +20,7 @@ from tandem.weights.formats.diffusers import diffusers_folder, read_folder_confi
 LONGEST_NAME = 96  # of a model on the Hub, with its user
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Files of a model folder, besides a card and a picture.
+# Files of a model folder, besides a card and a picture, and of a folder of diffusers.
 _FILES = (
     CONFIG_FILE, "tokenizer.json", "model*.safetensors", "model.safetensors.index.json", "discriminator/config.json",
     "discriminator/model.safetensors", "diffusion_pytorch_model.safetensors",
