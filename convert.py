@@ -69,7 +69,7 @@ def build_parser() -> ArgumentParser:
         "help": "weights of a checkpoint: their moving average (ema), as trained (online), or ema if it exists (best)"}
     add = command(inspect, "inspect", "Describe the contents of PATH without loading its weights.")
     add("--json", action="store_true", help="print JSON")
-    add("--no_checksums", action="store_true", help="do not verify a checkpoint's checksums, for which all is read")
+    add("--no_checksums", action="store_true", help="do not verify a checkpoint's checksums: that reads all of it")
 
     add = command(export, "export", "Write a model folder or a public package's file.",
                   out=("OUT", "folder or file to write"))
@@ -84,9 +84,9 @@ def build_parser() -> ArgumentParser:
                   "or one of an autoencoder of taming-transformers or latent diffusion into one for train_vqgan.py.",
                   ("OLD", "the configuration, JSON or YAML"), ("NEW", "YAML file to write, for --config"))
     add("--processes", type=positive_int, metavar="N",
-        help="processes of the training: a batch size in OLD is that of one, in NEW that of all (default: as in OLD)")
+        help="processes of the training: the batch size in OLD is for one, in NEW for all of them (default: as in OLD)")
 
-    add = command(average, "average", "Write a model folder with an average of the weights of another length.",
+    add = command(average, "average", "Write a model folder with a moving average of the weights, of another length.",
                   ("RUN", "folder of a run with --ema_power"), ("OUT", "folder to write"))
     add("--ema_length", type=average_length, required=True, metavar="LENGTH",
         help="standard deviation of the average's profile as a fraction of the run up to its last save, such as 0.07")
@@ -148,8 +148,8 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
 
 
 def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
-    """A model's configuration in a checkpoint, with the scale of latents from the statistics among its weights. Neither
-    is trusted."""
+    """A model's configuration in a checkpoint, with the scale of latents from the statistics among its weights. The
+    checkpoint is untrusted, so `model` and `part` may be of other types."""
     from tandem.models.quantizers.gaussian import compute_scale
 
     weights = part.get("weights")
@@ -205,8 +205,8 @@ def describe_model(model: Any) -> str:
 
 
 def average(args: argparse.Namespace) -> None:
-    """Write the model of a run with an average of its weights of another length, combined from the averages in
-    snapshots/. Its buffers are those of the last save."""
+    """Write the model of a run with a moving average of another length, combined from the averages in snapshots/. The
+    buffers of the model are those of the last save."""
     from tandem.models.base import build
     from tandem.training.checkpoint.ema_files import EMAFiles
 
@@ -297,10 +297,11 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translati
     parser, all_rows = script_parser("train_decoder.py"), rows("train_decoder.py")
     supported, other_keys = supported_keys(all_rows), {name: value for name, value in config.items() if name != "seed"}
     left_out = [*without_counterpart(other_keys, supported), *default_lines(config, supported)]
+    # A run takes the width of its conditions from the data. Here, any width serves to check the architecture.
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).to_dict()
     check_arguments(model)
     build_on_meta(lambda: Decoder.from_dict(model))
-    no_flags = argparse.Namespace(explicit=frozenset())  # on the command line
+    no_flags = argparse.Namespace(explicit=frozenset())  # the arguments of a command line without flags
     architecture = parser.config.architecture_of(model, no_flags)
     settings = parser.settings(parser.with_values(architecture))
     flags = flags_from_config(config, all_rows, {name: settings[name] for name in architecture}, processes or 1)
@@ -330,7 +331,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.run(args)
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, such as head, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which the interpreter flushes at exit
+            # The interpreter flushes stdout at exit, which would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

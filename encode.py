@@ -101,7 +101,7 @@ class Config:
         8, "videos whose codes share a file; 1 suits long films", size, metavar="VIDEOS", requires=_VIDEOS_ONLY
     )
     fps: float | None = flag(
-        None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, requires=_VIDEOS_ONLY
+        None, "frames per second, chosen by time stamps (default: all frames)", frame_rate, requires=_VIDEOS_ONLY
     )
     frame_stride: int = flag(
         1, "take every N-th frame of a video", positive_int, requires=(_VIDEOS_ONLY, without("fps"))
@@ -413,7 +413,9 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         side, kind = args.image_size or model.image_size, coder.kind
         grid, samples, compute = coder.open(side)
         empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
-        if not model.num_codes:  # rows are moments of an image and the mirrored one
+        if not model.num_codes:
+            # `grid` is the shape that the encoder gives for an image, [views, 2 x channels, h', w']. `shape` is that of
+            # a latent in a file, which keeps the views apart, and has 2 x channels only with --latent moments.
             _, moment_channels, *sides = grid
             shape = [moment_channels if args.latent == "moments" else moment_channels // 2, *sides]
             latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}

@@ -113,7 +113,8 @@ class Config:
             setattr(args, args.run.data_flag, args.run.dataset or getattr(args.run, args.run.data_flag))
             if args.video_folder and "num_frames" not in args.explicit:
                 args.num_frames = args.run.num_frames
-        args.fresh, args.data = False, args.image_folder or args.video_folder
+        args.fresh = False  # `distributed.launch_inference` reads it, and this script has no --fresh
+        args.data = args.image_folder or args.video_folder
         args.output = args.output and args.output.removesuffix(".json")
         if not args.data:
             parser.error("give --image_folder, --video_folder or --held_out_of")
@@ -223,7 +224,7 @@ def data_change_lines(name: str, run: Path, fingerprint: str | None) -> list[str
 
 
 def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The pixels of a sample, uint8 (1, ...), and its note: index and checksum."""
+    """The pixels of a sample, uint8 (1, ...), and its note: index, checksum, and a list for the measurements."""
     (pixels,) = samples.load(index).values()
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
@@ -349,15 +350,15 @@ def measure_batches(
     precision: str, notes: list[dict[str, Any]], batches: Batches,
 ) -> Iterator[None]:  # fmt: skip
     """Reconstruct each batch with each model, and add the reconstructions to the qualities and features of that
-    model. Appends the notes of the samples to `notes`, each with PSNR and seconds by each model."""
+    model. Appends the notes of the samples to `notes`, each with the measurements [PSNR, seconds] of each model."""
     import torch
 
     from tandem.devices import moment, on_host, seconds_between
     from tandem.training.metrics.reconstruction import psnr
 
     def reconstruct_batches() -> Iterator[tuple[Any, Tensor]]:
-        for originals, batch in batches:
-            notes.extend(batch)
+        for originals, batch_notes in batches:
+            notes.extend(batch_notes)
             for name, trained in models.items():
                 start = moment(processes.device)
                 reconstructions, codes = reconstruct(trained.model, originals, processes, precision)
@@ -367,14 +368,14 @@ def measure_batches(
                     features[name].add(reconstructions)
                 psnrs = psnr(originals, reconstructions)
                 is_finite = reconstructions.isfinite().all()[None].to(psnrs)
-                yield (name, batch, moments), torch.cat([psnrs, is_finite])
+                yield (name, batch_notes, moments), torch.cat([psnrs, is_finite])
 
-    for (name, batch, moments), batch_values in on_host(reconstruct_batches()):
+    for (name, batch_notes, moments), batch_values in on_host(reconstruct_batches()):
         *psnrs, is_finite = batch_values.tolist()
         if not is_finite:
             raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
-        seconds = seconds_between(*moments) / len(batch)
-        for note, sample_psnr in zip(batch, psnrs, strict=True):
+        seconds = seconds_between(*moments) / len(batch_notes)
+        for note, sample_psnr in zip(batch_notes, psnrs, strict=True):
             note["measurements"].append([sample_psnr, seconds])
         yield
 

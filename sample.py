@@ -148,7 +148,8 @@ def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, proces
         origin: The CLIP that the model was trained with, from its configuration.
 
     Raises:
-        ValueError: one line, if it cannot be loaded, or prompts need a CLIP of files that the user has to give.
+        ValueError: one line, if it cannot be loaded, or if prompts need a CLIP that is not published, and no flag gives
+            its files.
     """
     from tandem.models.features.clip import Clip, is_published
 
@@ -156,8 +157,8 @@ def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, proces
     if origin and has_prompts and not args.clip:
         if not is_published(origin):
             raise ValueError(
-                f"{args.model} was trained with a CLIP of files, which encodes --prompts: give its {origin['name']} as "
-                f"--clip and {origin['weights']} (SHA-256 {origin['sha256']}) as --clip_weights"
+                f"{args.model} was trained with a CLIP that is not published, and --prompts need it: give its "
+                f"{origin['name']} as --clip and {origin['weights']} (SHA-256 {origin['sha256']}) as --clip_weights"
             )
         args.clip, args.clip_weights = origin["name"], origin["weights"]
         processes.say(f"prompts are encoded as in training: --clip {args.clip} --clip_weights {args.clip_weights}")
@@ -326,6 +327,7 @@ def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
         unets = check_unets(args, decoder, guide)
         largest = decoder.image_sizes[unets[-1]]
         require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
+        # Images to enlarge have the size that the Unet before the first one draws, others the size of the last Unet.
         side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         images = open_images(args.images, image_size=side) if args.images else None

@@ -37,7 +37,7 @@ def script_parser(script: str) -> ArgumentParser:
 
 
 def __getattr__(name: str) -> Callable[[], None]:
-    """The command of a script, by its module's name."""
+    """The `main` of a script, by its module's name: the command tandem-encode is `tandem.commands:encode`."""
     if name.startswith("_") or not (HOME / f"{name}.py").is_file():
         raise AttributeError(f"{__name__} has no command {name}")
     main: Callable[[], None] = script_module(f"{name}.py").main

@@ -17,7 +17,8 @@ Label = TypeVar("Label")
 def has_fp64(device: torch.device | str) -> bool:
     """Whether a device computes in fp64. Apple's MPS and some of Intel's XPUs do not."""
     kind = torch.device(device).type
-    return kind in ("cpu", "cuda") or _has_fp64(kind)  # without a cache for these two: torch.compile reads this
+    # torch.compile traces this function: for the first two kinds, it does not meet the cache of `_has_fp64`.
+    return kind in ("cpu", "cuda") or _has_fp64(kind)
 
 
 @lru_cache

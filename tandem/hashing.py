@@ -7,7 +7,7 @@ import hashlib
 from typing import Any
 
 MASK64 = (1 << 64) - 1
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # between two states of the generator
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # is added to the generator's state for each number
 
 
 def mix64(x: Any) -> Any:

@@ -62,7 +62,8 @@ def inference_parser(
     add("--batch_size", type=size, default=batch_size, metavar=unit,
         help=f"{unit.lower()} per forward pass of a process")
     add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
-        help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
+        help="precision of the forward pass; tf32: fp32, but GPUs may round the factors of products to 10 bits of the "
+        "mantissa")
     add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
     add("--cpu_threads", type=thread_count, default=1, metavar="N",
         help="threads of each process, on a CPU; starting more processes is faster than more threads")
@@ -85,9 +86,10 @@ def start_training(
     demo_config: Path,
 ) -> None:  # fmt: skip
     """Parse a script's arguments (`ArgumentParser.parse`), connect the processes (`distributed.launch`), fetch the
-    model of --init_from, whose architecture the run takes where no flag sets another one, and call ``train(args,
-    settings, backend)``. The settings name the commit of a model of the Hub, which config.yaml then records. A resumed
-    run does not look for the model: it keeps its architecture and origin, and ``train`` gets no ``init_from``."""
+    model of --init_from, whose architecture the run takes where no flag sets another one, and call ``train(config,
+    backend)``, with the arguments as an instance of the parser's dataclass. The ``init_from`` of its
+    ``invocation.settings``, which config.yaml records, names the commit of a model of the Hub. A resumed run does not
+    look for the model: it keeps its architecture and that record, and ``config.init_from`` is None."""
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
         processes, source = backend.processes, args.init_from
@@ -177,8 +179,8 @@ def keep_tokenizer(args: argparse.Namespace, resumed: Mapping[str, Any]) -> dict
 
 def describe_model(path: str | Path) -> dict[str, Any]:
     """The class, as "model", and the constructor arguments of the model at a user's ``path``, unchecked. Optional keys:
-    "discriminator", the arguments of one from which a run can start, "tokenizer", as --tokenizer takes it, and
-    "assumed", a text about values that the file lacks.
+    "discriminator", the arguments of the discriminator in a public package's file; "tokenizer", a value for
+    --tokenizer; and "assumed", a text about values that the file lacks.
 
     Raises:
         ValueError: one line, if there is no model.

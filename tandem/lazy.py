@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`. `modules` are the modules, below the package, that define its names, by name."""
+    """A package's `__getattr__`. `modules`: name -> the module, relative to the package, that defines it."""
 
     def get_name(name: str) -> Any:
         if name not in modules:

@@ -191,8 +191,8 @@ class RunFlags:
     precision: str = flag(
         "fp32",
         "precision of the forward and backward pass, validation and pictures; weights and optimizer moments "
-        "stay fp32; tf32: fp32, but GPUs may round to 10 bits of the mantissa in matrix products and convolutions, "
-        "which is faster; with bf16 and fp16, in the convolutions that stay fp32, those of gradient penalties",
+        "stay fp32; tf32: fp32, but GPUs may round the factors of products to 10 bits of the mantissa, which is faster "
+        "there; bf16 and fp16 let GPUs do that in convolutions that stay fp32, those of gradient penalties",
         choices=PRECISIONS,
         title="precision",
     )

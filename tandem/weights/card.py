@@ -131,14 +131,15 @@ def newest_picture(run: Path) -> Path | None:
 
 
 def _usage(name: str, model: str, kind: Kind, version: str) -> str:
+    train = installed_command(kind.script)
     return f"""## Use
 
 The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
 {version}. Its commands, with huggingface_hub installed, download the model by its name; in a checkout of its
-sources, `tandem-convert` is `python convert.py`, and the others likewise:
+sources, `{train}` is `python {kind.script}`, and the others likewise:
 
     {kind.command.format(name)}
-    {installed_command("convert.py")} import {name} runs/more   # prints the command that trains on from these weights
+    {train} --init_from {name} --{kind.data[0]} DIR --output_dir runs/more   # trains on from these weights
 
 In Python:
 
@@ -161,8 +162,10 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
         else f"It was trained on {data} (`--{flag}`). The author should say here which they are, and what is "
         "known about their rights and biases."
     )
-    if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
-        text += f" The run saw {samples[0]:,} samples in {counted(samples[1], 'update')} ({epoch[0]:.3g} epochs)."
+    last_samples, last_epoch = (metrics.clock[name].as_json()["last"] for name in ("samples", "epoch"))
+    if last_samples and last_epoch:
+        (samples, update), (epoch, _) = last_samples, last_epoch
+        text += f" The run saw {samples:,} samples in {counted(update, 'update')} ({epoch:.3g} epochs)."
     data_option = "" if demonstration else f" --{flag} DIR"
     config_text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     return f"""## Training
@@ -189,7 +192,7 @@ def _metrics(metrics: MetricsFile) -> str:
     names = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
     rows = []
     for name in names:
-        if last := curves[name]["last"]:
+        if last := curves[name]["last"]:  # [value, update], as the highest and lowest are
             best = curves[name][better_direction(name)] if better_direction(name) else None
             rows.append(f"| {name} | {last[0]:.5g} " + (f"| {best[0]:.5g} | {best[1]} |" if best else "| | |"))
     header = "## Metrics\n\n| metric | last | best | update of the best |\n|---|---|---|---|\n"

@@ -20,7 +20,7 @@ from tandem.weights.formats.diffusers import diffusers_folder, read_folder_confi
 LONGEST_NAME = 96  # of a model on the Hub, with its user
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Files of a model folder, besides a card and a picture.
+# Files of a model folder, besides a card and a picture, and of a folder of diffusers.
 _FILES = (
     CONFIG_FILE, "tokenizer.json", "model*.safetensors", "model.safetensors.index.json", "discriminator/config.json",
     "discriminator/model.safetensors", "diffusion_pytorch_model.safetensors",
@@ -144,7 +144,8 @@ def _find_cause(error: Exception) -> tuple[Exception, int | None]:
 
 
 def _has_answered(error: Exception) -> bool:
-    """Whether the Hub works, and its answer is that there is no such model or that this user may not read it."""
+    """Whether the Hub works, and its answer is that there is no such model or that this user may not read it. Without a
+    status, a ValueError is huggingface_hub's own answer: the Hub cannot have a model of this name."""
     error, status = _find_cause(error)
     return isinstance(error, ValueError) if status is None else status < 500 and status != 429
 

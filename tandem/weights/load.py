@@ -46,7 +46,8 @@ def load_model(path: str | Path, weights: str = "best", *, is_lazy: bool = False
     Args:
         weights: Those of a checkpoint or a public file: "ema" (their moving average), "online" (as trained), or "best",
             which means the average if there is one.
-        is_lazy: The model is only described or copied from, and takes no memory (`build_with_weights`).
+        is_lazy: Allocate no memory for the model, which may then only be described or copied from
+            (`build_with_weights`).
 
     Raises:
         ValueError: one line, if there is no model.
@@ -128,8 +129,8 @@ def init_model(
     cls: Any, args: Any, copy_weights: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
     """The model of this class that the arguments of a run describe. Its weights are those of --init_from, copied by
-    `copy_weights` (default: ``cls.load_weights_from``), or without that seeded, the same on every process. ``config``:
-    the configuration, if it depends on more than the arguments."""
+    `copy_weights` (default: ``cls.load_weights_from``); without --init_from they are random by --seed, the same on
+    every process. ``config``: the model's configuration, if it depends on more than the arguments."""
     import torch
 
     from tandem.models import build_in_memory
@@ -188,7 +189,7 @@ def tokenizer_file(path: Path) -> Path | None:
     run = Path(os.path.abspath(location)).parent.parent
     tokenizer = read_checkpoint(location, verify=False)[0].get("tokenizer", {})
     name, digest = str(tokenizer.get("name")), tokenizer.get("sha256")
-    if digest in (None, sha256_of_tokenizer(name, b"")):
+    if digest in (None, sha256_of_tokenizer(name, b"")):  # no tokenizer, or one without a file
         return None
     for file in (Path(name).expanduser(), run / FILE, run / "model" / FILE, run / "best" / FILE):
         if file.is_file() and sha256_of_tokenizer(name, read_bytes(file, LONGEST_JSON_BYTES)) == digest:
@@ -215,7 +216,7 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
 
 def init_discriminator(model_class: Any, args: Any) -> Any:
     """The discriminator of this class that the arguments of a run describe. Its weights are those in the public file of
-    --init_from if that holds a discriminator, else seeded, the same on every process."""
+    --init_from if that holds a discriminator, else random by --seed, the same on every process."""
     import torch
 
     from tandem.models import build_in_memory

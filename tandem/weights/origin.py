@@ -53,7 +53,7 @@ def read_run_arguments(run: Path) -> argparse.Namespace:
 
 
 def _supported_settings(config: dict[str, Any], parser: ArgumentParser) -> dict[str, Any]:
-    """The settings in a run's config.yaml that the script has."""
+    """The settings in a run's config.yaml that are flags of the present script, by their present names."""
     settings = rename_settings(config)
     return {name: settings[name] for name in parser.settings(parser.with_values({})) if name in settings}
 
@@ -66,8 +66,9 @@ def read_public_settings(run: Path, kind: Kind) -> dict[str, Any]:
         if isinstance(config := read_yaml(run / "config.yaml"), dict):
             parser = script_parser(kind.script)
             supported = _supported_settings(config, parser)
-            architecture = [name for name, compare in parser.fixed_on_resume.items() if compare is identity]
-            settings = public_settings(parser, supported, architecture)
+            # Flags that a resumed run may not change; the paths of pretrained towers are not compared by `identity`.
+            fixed = [name for name, compare in parser.fixed_on_resume.items() if compare is identity]
+            settings = public_settings(parser, supported, fixed)
             if config.get("dataset"):  # the data flag then has its default, which may be a demonstration
                 settings.pop(kind.data[0], None)
             return settings

@@ -78,7 +78,7 @@ def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:
 def test_a_stranger_learns_the_package_and_commands_that_it_installs(model: str, tmp_path: Path) -> None:
     """In a checkout or out of one; what a command is called there is said once."""
     text = model_card("alice/x", model, "5 parameters", KINDS[model], write_run(tmp_path, []), {}, False, "1.2")
-    assert "`tandem-training`\n1.2. Its" in text and "`python convert.py`" in text
+    assert "`tandem-training`\n1.2. Its" in text and f"`python {KINDS[model].script}`" in text
     commands = re.findall(r"^    (\S+) (.*)", text, re.MULTILINE)
     assert len(commands) == 3
     for command, arguments in commands:

@@ -48,6 +48,7 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
     sections = {key.rpartition(".")[0] for key in supported}
     sections |= {location.rpartition(".")[0] for location in sections} - {""}
 
+    # A name, as in `supported`, has no indices of lists: decoder.unets.dim. A location does: decoder.unets[0].dim.
     def check_section(section: Section, prefix: str, location_prefix: str) -> Iterator[str]:
         for key, value in section.items():
             name, location = f"{prefix}{key}", f"{location_prefix}{key}"
@@ -57,7 +58,7 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
                     element_location = f"{location}[{index}]" if is_list else location
                     yield from check_section(require_mapping(element, location), f"{name}.", f"{element_location}.")
             elif name not in supported and f"{prefix}*" not in supported:
-                siblings = [element.removeprefix(prefix) for element in supported if element.startswith(prefix)]
+                siblings = [known.removeprefix(prefix) for known in supported if known.startswith(prefix)]
                 yield f"{location}: unknown key{did_you_mean(str(key), siblings)}"
             else:
                 values, reason = supported.get(name) or supported[f"{prefix}*"]

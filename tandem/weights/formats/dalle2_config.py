@@ -13,6 +13,7 @@ _OBJECTIVES = {"noise": (False, False), "x_start": (True, False), "v": (False, T
 
 # Keys of a unet for which a `DecoderConfig` has a list with a value for each unet; their defaults are `UnetConfig`'s.
 _PER_UNET = tuple(name for name in PER_UNET if not name.startswith("cross_attn"))
+# Key of a unet -> (switch of a `DecoderConfig`, value of the key for which the switch is set).
 _SWITCHES = {"sparse_attn": ("sparse_attn", True), "memory_efficient": ("memory_efficient", True),
              "init_cross_embed": ("plain_init_conv", False)}  # fmt: skip
 UNET_KEYS = (*_PER_UNET, *_SWITCHES, "image_embed_dim", "text_embed_dim", "cond_on_text_encodings", "max_text_len")

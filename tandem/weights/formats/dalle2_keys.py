@@ -134,7 +134,7 @@ def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
 
 def _training_flags(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
     # DALLE2-pytorch validates at the end of an epoch. Without epoch_samples its length depends on the data.
-    key, epoch = "train.save_every_n_samples", train.get("epoch_samples")
+    key, epoch_samples = "train.save_every_n_samples", train.get("epoch_samples")
     interval = max(round(require_number(train.get("save_every_n_samples", 100000), key) / max(batch_size, 1)), 1)
     names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")
     flags: Flags = dict.fromkeys(names, (key, interval))
@@ -142,8 +142,8 @@ def _training_flags(train: Section, evaluate: Section, batch_size: float, count:
     flags["max_grad_norm"] = ("train.max_grad_norm", _common_value(train.get("max_grad_norm", 0.5)) or 0.0)
     if not (is_evaluated := any(evaluate.get(name) is not None for name in _METRICS)):
         flags["n_evaluation_samples"] = ("evaluate", None)
-    if epoch is not None:
-        updates = math.ceil(require_number(epoch, "train.epoch_samples") / max(batch_size, 1))
+    if epoch_samples is not None:
+        updates = math.ceil(require_number(epoch_samples, "train.epoch_samples") / max(batch_size, 1))
         epochs = require_number(train.get("epochs", 20), "train.epochs")
         flags["max_steps"] = ("train.epoch_samples", math.ceil(epochs * updates))
         flags["validate_every_n_steps"] = ("train.epoch_samples", updates)

@@ -66,6 +66,8 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     """
     config, weights = model.config, on_cpu(model.state_dict())
     _check_has_public_form(model)
+    # The encoder's last layer and the decoder's first are projections, which belong to the quantizer of a VQGanVAE. So
+    # its decoder counts layers from our layer 1.
     last_layer, state = len(model.encoder) - 1, {}
     for name, tensor in weights.items():
         part, index, suffix = name.split(".", 2)
@@ -132,7 +134,7 @@ def _convert_weights(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[
     blocks, widths, channels = _infer_levels(state)
     layers = len(blocks)
     bits = _infer_bits(state, widths[-1])
-    identity = torch.eye(bits)[:, :, None, None]
+    identity = torch.eye(bits)[:, :, None, None]  # for a file without projections: a code has a bit for each channel
     last_layer = 1 + layers + sum(blocks)
     weights = {f"{layer}.weight": identity for layer in (f"encoder.{last_layer}", "decoder.0")}
     weights |= {f"{layer}.bias": torch.zeros(bits) for layer in (f"encoder.{last_layer}", "decoder.0")}

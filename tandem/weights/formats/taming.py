@@ -239,7 +239,7 @@ def _find_prefix(state: Mapping[str, Tensor]) -> str:
 
 def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """See `Layout.read`."""
-    part = {"ema": "ema", "online": "model"}.get(weights, "ema model")
+    part = {"ema": "ema", "online": "model"}.get(weights, "ema model")  # best: ema if it exists, else model
     state = read_state_dict(path, None, part)
     prefix = _find_prefix(state)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}, {}

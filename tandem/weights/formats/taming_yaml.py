@@ -2,8 +2,8 @@
 (`convert.py config`). Keys are named without the `params` between them; public_names.yaml has their public defaults.
 The value of an absent key is the default of its class, or of the public main.py.
 
-Public images are in [-1, 1], so an absolute error is twice, a squared error four times that of images in [0, 1].
-Weights relative to it are therefore half or a quarter as large here.
+Public images are in [-1, 1]. Their absolute error is twice that of images in [0, 1], their squared error four times.
+The weights of the other losses, which are relative to this error, are therefore half or a quarter as large here.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _RANDOMLY_CROPPED = ("ImageNetTrain", "FacesHQTrain")  # datasets that crop at r
 _EQUIVALENTS: dict[str, Sequence[Any]] = {
     "model.ddconfig.in_channels": (3,), "model.ddconfig.out_ch": (3,), "model.lossconfig.disc_in_channels": (3,),
 }  # fmt: skip
-_MAX_WEIGHT = 1e4  # of the adaptive weight
+_MAX_WEIGHT = 1e4  # limit of the adaptive weight in the other packages
 _SEED, _EPOCHS, _ENDLESS = 23, 1000, 10**9  # main.py's default, that of Lightning's trainer, and epochs without end
 
 
 def select_autoencoder(config: Section) -> tuple[dict[str, Any], list[str]]:
-    """The configuration without `params`, with numbers in place of strings such as 1e-6, which YAML 1.1 does not read
-    as numbers; of a latent diffusion, that of the autoencoder alone. And notes for the user.
+    """The configuration of the autoencoder, also if it is a part of that of a latent diffusion, and notes for the user.
+    It has no `params`, and numbers in place of strings such as 1e-6, which YAML 1.1 does not read as numbers.
 
     Raises:
         ValueError: one line, if it is of another model.
@@ -193,7 +193,8 @@ def _loss_flags(model: Section, side: float, trainer: Section) -> tuple[Flags, l
         flags["kl_loss_weight"] = (f"{prefix}kl_weight", value("kl_weight", 1.0) * range_factor)
         notes.append(
             f"{prefix}disc_weight {scale:g}: there, errors are sums over {pixel_values:,.0f} numbers of an image, and "
-            f"the adaptive weight is taken to be at its limit of {_MAX_WEIGHT:g}: gan_weight {fixed:g} beside a mean"
+            f"the adaptive weight is taken to be at its limit of {_MAX_WEIGHT:g}; here, errors are means: gan_weight "
+            f"is {fixed:g}"
         )
     else:
         weight = value("codebook_weight", 1.0) * range_factor

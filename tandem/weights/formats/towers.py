@@ -164,7 +164,7 @@ def _convert_open_clip(
         "intermediate_size": len(weights["encoder.layers.0.mlp.fc1.weight"]),
         "vocab_size": tokens, "layer_norm_eps": 1e-5,
         "max_position_embeddings": len(weights["embeddings.position_embedding.weight"]),
-        # OpenAI's own files hold their sizes, and need its activation.
+        # Only OpenAI's own files hold input_resolution, and their models have its activation.
         "hidden_act": "quick_gelu" if quick_gelu or "input_resolution" in state else "gelu",
     }, weights  # fmt: skip
 
