@@ -217,7 +217,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     with_warmup = partial(schedules.with_warmup, config.lr_schedule)
 
     def token_widths(step: int, batch: data.Batch) -> Sequence[int]:
-        """To how many tokens the texts of each micro-batch are padded: on this depend an update's operations."""
+        """The padded length, in tokens, of the texts of each micro-batch; an update's operations depend on it."""
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
         return tuple(sorted(training.width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 

@@ -128,8 +128,8 @@ class Backend(ABC):
         """Disconnect. If not ``gracefully``, an error has happened and a process may be gone, so wait for none."""
 
     def remove_time_limit(self) -> None:
-        """From now on collectives wait without a time limit, and only the watchdog ends the job: one process may write
-        for hours, and time in which the whole job was frozen does not count."""
+        """From now on collectives wait without a time limit, and only the watchdog ends a job that hangs: one process
+        may write for hours, and the watchdog does not count time in which the whole job was suspended."""
         return
 
     @classmethod
@@ -176,6 +176,7 @@ class Backend(ABC):
 
         launch, options = self.launch, self.options
         use_tf32(options.precision)
+        # --batch_parts promises the same bits on any number of processes.
         if options.deterministic or options.plan.batch_parts:
             use_deterministic_kernels(compiled=options.compile)
         signals = Signals(self._is_orphan, is_root=launch.is_root, launcher=launch.launcher)
@@ -229,8 +230,8 @@ class Backend(ABC):
             options.reduce_precision, options.compile, *self._training_flag_values,
         ]  # fmt: skip
         all_settings = comm.gather_objects([*own_settings, plan.grad_accum_steps])
-        # With --fresh, a machine that joins a restarted run does not know of the restart: it does not read the previous
-        # plan, and plans with --grad_accum_steps alone. So all processes take the largest number of steps.
+        # After a restart by the launcher, the machines that were there ignore --fresh and read the previous plan. A new
+        # machine does not know of the restart and plans with --grad_accum_steps alone. So all take the largest number.
         if (steps := max(settings[-1] for settings in all_settings)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*other_settings, _) in enumerate(all_settings):

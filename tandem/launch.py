@@ -86,10 +86,10 @@ def start_training(
     demo_config: Path,
 ) -> None:  # fmt: skip
     """Parse a script's arguments (`ArgumentParser.parse`), connect the processes (`distributed.launch`), fetch the
-    model of --init_from, whose architecture the run takes where no flag sets another one, and call ``train(config,
-    backend)``, with the arguments as an instance of the parser's dataclass. The ``init_from`` of its
-    ``invocation.settings``, which config.yaml records, names the commit of a model of the Hub. A resumed run does not
-    look for the model: it keeps its architecture and that record, and ``config.init_from`` is None."""
+    model of --init_from and take its architecture where no flag sets another one, and call ``train(config, backend)``.
+    ``config`` is an instance of the parser's dataclass. Its ``invocation.settings["init_from"]``, which config.yaml
+    records, names the model, one of the Hub with its commit. A resumed run fetches no model: it keeps the architecture
+    and the ``init_from`` of its config.yaml, and ``config.init_from`` is None."""
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
         processes, source = backend.processes, args.init_from

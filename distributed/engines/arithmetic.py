@@ -34,9 +34,9 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any]]:
-    """``grad_accum_steps`` consecutive parts of a local batch. Tensors and lists are cut, and every part gets all
-    other values unchanged. With ``batch_parts``, parts are copies: matrix products may round differently at another
-    address, and where a part begins in the local batch depends on the number of processes.
+    """The ``grad_accum_steps`` micro-batches of a local batch. Tensors and lists are cut, and every micro-batch gets
+    all other values unchanged. With ``batch_parts``, tensors are copied: a slice begins at an address that depends on the
+    number of processes, and matrix products may round differently at another address.
 
     Raises:
         ValueError: a tensor or list does not hold ``local_batch_size`` entries.
@@ -58,8 +58,9 @@ def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any
 
 
 def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan: BatchPlan) -> float | Tensor:
-    """The factor of a loss with which the weighted losses of all backward calls of all processes add up to the loss of
-    the update. It does not depend on how the micro-batches are spread over the processes."""
+    """The factor of a loss with which the losses of all backward calls of all processes add up to the loss of the
+    update, however the micro-batches are spread over the processes. ``items``: of how many items this loss is a mean;
+    ``total``: how many the update has; None for both: all losses count the same."""
     if (items is None) != (total is None):
         raise ValueError("backward(loss, items=..., total=...) needs both or neither")
     if items is None or total is None:

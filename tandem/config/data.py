@@ -134,8 +134,8 @@ class ConditionedImageFlags(ImageFlags):
         "demo:shapes",
         "webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for "
         "the number; or Arrow or parquet files or a manifest, also on a server; or a folder of images with .txt and "
-        ".npy files beside them; images smaller than the pictures to draw are left out; demo:shapes draws captioned "
-        "images itself",
+        ".npy files beside them; images smaller than the largest of --image_sizes are left out; demo:shapes draws "
+        "captioned images itself",
         PATH,
         title="images",
         aliases="webdataset_base_url",

@@ -23,11 +23,13 @@ from .shell import HelpAll, Version, complete, short_help
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
 
-# Seconds that the other processes wait until the root has printed its error, because a launcher ends all processes when
-# the first one fails. If they still run after the longer delay, the root has no error.
+# Seconds that another process than the root waits before it prints an error, because a launcher ends all processes when
+# the first one fails. An error that all processes have is printed by the root. A process that still runs after the
+# longer delay is alone with its error and prints it.
 _AGREED_DELAY, _OWN_DELAY = 2.0, 10.0
 
-# Flags of real runs: a command with one of these and no data is refused, and does not run the demonstration.
+# Flags that show that a real run is meant: with one of them, but neither `data_flag` nor --dataset, a command is refused
+# and does not run the demonstration.
 _NEEDS_DATA = ("config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings")
 
 _UNSET = object()
@@ -197,7 +199,7 @@ class ArgumentParser(argparse.ArgumentParser):
             args.config_note,
             args.resumed,
         )
-        config = self.config.__new__(self.config)  # `__post_init__` checks a model: it is called when that is built
+        config = self.config.__new__(self.config)  # without `__post_init__`, which checks the finished model
         vars(config).update({name: getattr(args, name) for name in self._fields}, invocation=invocation)
         return config
 

@@ -1,7 +1,7 @@
 """Writing of files so that a reader, or a run after a crash, sees the whole old or the whole new content.
 
-Links in the place of temporary files, lock files and growing files are not followed: otherwise a prepared folder could
-make a program overwrite any file of the user.
+No link is followed in the place of a temporary file, a lock file or a file to append to: otherwise whoever put the
+link there could make a program overwrite any file of the user.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def wait_for_lock(file: BinaryIO, heartbeat: Callable[[], None] = lambda: None, 
 
 
 def other_holder(path: Path, ours: BinaryIO) -> str | None:
-    """The holder of the lock file `path`, in words, if it is not `ours`, which this process holds; else None, also if
-    the lock file was deleted."""
+    """Who holds the lock file at `path`, in words, if that is another file than `ours`, which this process has locked,
+    as after the folder was replaced; else None, also if there is no file."""
     # Do not open our own file: closing it once would release the lock.
     with contextlib.suppress(FileNotFoundError):
         if not os.path.samestat(os.fstat(ours.fileno()), path.stat()):

@@ -1,5 +1,5 @@
-"""The last frame of a FLAC file (RFC 9639), which gives the length of the stream where the header does not state it, as
-after writing to a pipe, or where another file was appended. No other part of the file is read."""
+"""The last frame of a FLAC file (RFC 9639). It gives the length of the stream if the header states none, as after
+writing to a pipe, or a wrong one, as where another file was appended. No other part of the file is read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _LastFrame(NamedTuple):
 
 
 def last_frame_ends_elsewhere(file: RandomAccessFile, n_samples: int) -> bool:
-    """Whether the last frame of a file does not end at sample `n_samples` (per channel), as its header states, because
+    """Whether the last frame ends at another sample than `n_samples`, the length per channel in the header. Then
     another file was appended. An appended file of the same length is not detected."""
     info, n_bytes = file.pread(_STREAM_INFO + 4, 0), file.size
     if not info.startswith(b"fLaC"):  # it begins with a tag

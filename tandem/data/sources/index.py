@@ -1,5 +1,5 @@
-"""The index of a source, built once for all later starts: one file for a folder, a list of tars or a manifest, beside
-it or in the user's cache folder.
+"""The index of a source: which samples a folder, a list of tars or a manifest holds, as columns of strings and numbers.
+It is built once and kept for later starts in one file, beside the source or in the user's cache folder.
 
 Every access checks its bounds, because another user may have written the file, and a start does not read all of it. The
 file is not mapped into memory, because a process that touches a mapped file behind its end is killed, while a short
@@ -85,7 +85,7 @@ class IndexData(NamedTuple):
     columns: strings or int64 numbers, by name;
     fingerprint: see `RecordSource`;
     facts: a few values that JSON can hold;
-    dependencies: the files on which the index depends, if only building it shows which.
+    dependencies: the files on which the index depends, if they are known only when it is built.
     """
 
     columns: Mapping[str, PackedStrings | array[int]]
@@ -95,7 +95,7 @@ class IndexData(NamedTuple):
 
 
 def largest(sizes: Any) -> list[int]:
-    """The indices of the largest sizes, the largest first; negative sizes are ignored."""
+    """The indices of the `MOST_EXAMPLES` largest sizes, the largest first; negative sizes are ignored."""
     numbers = np.asarray(sizes, np.int64)
     order = np.argsort(-numbers, kind="stable")[:MOST_EXAMPLES]
     return [int(index) for index in order if numbers[index] >= 0]

@@ -106,14 +106,14 @@ class VQGAN(Autoencoder):
 
     @property
     def scaling_factor(self) -> float | None:
-        """The factor of a generator's latents, after `shift_factor` is subtracted, as given or measured; None if it is
-        not known, or there are codes."""
+        """A diffusion model gets (latent - `shift_factor`) x scaling_factor. As given or measured; None if it is not
+        known, or there are codes."""
         factor: float | None = self.config["scaling_factor"]
         return factor
 
     @property
     def shift_factor(self) -> float | None:
-        """The number subtracted from a generator's latents: 0 if only a scaling_factor is given, None without one."""
+        """See `scaling_factor`; 0 if only that is given, None without it."""
         return None if self.scaling_factor is None else self.config["shift_factor"] or 0.0
 
     @property
@@ -147,7 +147,7 @@ class VQGAN(Autoencoder):
         (b, d, h / 2^n, w / 2^n), neither shifted nor scaled.
 
         Raises:
-            ValueError: a height or width that 2^num_layers does not divide; whole numbers, or far from [0, 1].
+            ValueError: a height or width that 2^num_layers does not divide; integers, or values far from [0, 1].
         """
         check_images(images, self.channels)
         return self.quantizer.codes(self._encode(images))

@@ -127,7 +127,8 @@ class ReconstructionQuality:
         self._fid = ReconstructionFID(inception, device=device) if inception else None
 
     def add(self, images: Tensor, reconstructions: Tensor, codes: Tensor, **losses: Tensor) -> None:
-        """Add images and reconstructions (b, c, h, w) in [0, 1], codes of any shape, and losses (), means over b."""
+        """Add images and reconstructions (b, c, h, w) in [0, 1], codes of any shape, and losses, 0-d,
+        each a mean over b."""
         if self._lpips:
             losses["lpips"] = self._lpips(reconstructions.clamp(0, 1), images)
         if self._fid:

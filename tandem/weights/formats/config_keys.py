@@ -14,8 +14,8 @@ from tandem.config.converters import did_you_mean
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
-# A note that begins with one of these is of a key that may have any value: it is used, or has no effect. Any other note
-# is the reason why values other than the default have no counterpart.
+# Beginnings of the note of a key in public_names.yaml that may have any value: it is used by a flag or by the command,
+# or has no effect. Any other note is the reason why values other than the default have no counterpart.
 _ANY_VALUE_NOTES = ("--", "convert.py config reads it", "leave it out")
 
 Section = Mapping[str, Any]
@@ -95,5 +95,5 @@ def require_number(value: Any, name: str) -> float:
 
 
 def shorten(value: Any) -> str:
-    """A value, shortened for a message; for a class with its options, the class."""
+    """A value, shortened for a message. A mapping with a "target", a class with its options, is shown as that class."""
     return " ".join(str(value.get("target", value) if isinstance(value, dict) else value).split())[:60]

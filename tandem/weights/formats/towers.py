@@ -42,7 +42,7 @@ def read_text_tower(path: str | Path, quick_gelu: bool = False) -> Tower:
         quick_gelu: Whether the model has OpenAI's activation, which cannot be inferred from a state dict.
 
     Raises:
-        ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
+        ValueError: one line, if it is missing, damaged, hostile or no such encoder, or transformers is missing.
     """
     return _read_tower(Path(path).expanduser(), "--text_tower", lambda path: _read_text(path, quick_gelu))
 
@@ -52,7 +52,7 @@ def read_audio_tower(path: str | Path) -> Tower:
     preprocessor_config.json, whose settings of the spectrogram become those of the tower.
 
     Raises:
-        ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
+        ValueError: one line, if it is missing, damaged, hostile or no such encoder, or transformers is missing.
     """
     return _read_tower(Path(path).expanduser(), "--audio_tower", _read_ast)
 
