@@ -28,8 +28,8 @@ _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh"
 # longer delay is alone with its error and prints it.
 _AGREED_DELAY, _OWN_DELAY = 2.0, 10.0
 
-# Flags that show that a real run is meant: with one of them, but neither `data_flag` nor --dataset, a command is refused
-# and does not run the demonstration.
+# Flags that show that a real run is meant: with one of them, but neither `data_flag` nor --dataset, a command is
+# refused and does not run the demonstration.
 _NEEDS_DATA = ("config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings")
 
 _UNSET = object()
