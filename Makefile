@@ -44,7 +44,7 @@ test-avx2: $(VENV)/.complete
 # Before a release: every variant of every script on every launcher; about an hour.
 test-all: $(VENV)/.complete
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder \
-	    -m "long or not long" --ignore tests/lab --ignore tests/torture
+	    -m "long or not long" --ignore tests/lab
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .

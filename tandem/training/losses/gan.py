@@ -168,7 +168,7 @@ class GANLoss:
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
         # not change the result. A head that takes no part has no mean.
         shape, device = (2, self._heads), self._processes.device
-        logit_means = torch.full(shape, torch.nan, dtype=sum_dtype(device), device=device)
+        logit_sums = torch.full(shape, torch.nan, dtype=sum_dtype(device), device=device)
         micro_batches = self._divide(batch, step, self._discriminator)
         for index, (micro_batch, fake) in enumerate(zip(micro_batches, fakes, strict=True)):
             images, inputs = micro_batch.images, micro_batch.loss_inputs
@@ -178,8 +178,8 @@ class GANLoss:
             side_means = (torch.stack([logits.mean() for logits in heads]) for heads in (real_logits, fake_logits))
             means = torch.stack([*side_means]).detach()
             if index == 0:
-                logit_means[:, : len(head_logits)] = 0.0
-            logit_means[:, : len(head_logits)] += means / self._discriminator.grad_accum_steps
+                logit_sums[:, : len(head_logits)] = 0.0
+            logit_sums[:, : len(head_logits)] += means
             discr_real, discr_fake = means.mean(1)
             self._log(discr_loss=discr_loss, discr_real=discr_real, discr_fake=discr_fake)
             if self._config.lecam_weight:
@@ -193,7 +193,7 @@ class GANLoss:
             self._discriminator.backward(loss)
         update = self._discriminator.step(with_norm=with_norm)
         if self._config.lecam_weight:
-            real_means, fake_means = self._processes.mean(logit_means)
+            real_means, fake_means = self._batch_mean(logit_sums, self._discriminator)
             self.lecam.update(real_means, fake_means, update.skipped)
         return update
 
@@ -233,9 +233,16 @@ class GANLoss:
             fixed_weight = self._config.gan_weight * self._config.gan_weight_scale
             return torch.full((), fixed_weight, device=self._processes.device)  # no copy: the host does not wait
         gradients = torch.stack([loss.last_layer_gradients for loss in losses if loss.last_layer_gradients is not None])
-        mean_gradients = self._processes.mean(gradients.to(sum_dtype(gradients.device)).mean(0)).float()
+        gradient_sums = gradients.to(sum_dtype(gradients.device)).sum(0)
+        mean_gradients = self._batch_mean(gradient_sums, self._generator).float()
         weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._config.gan_weight_max)
         return weight * self._config.gan_weight_scale
+
+    def _batch_mean(self, micro_batch_sum: Tensor, engine: Any) -> Tensor:
+        """The mean over the micro-batches of all processes, from the sum over those of this process, in fp64. It is
+        divided once: a mean of means is rounded more often, so that it would depend on the number of processes, in
+        fp32 too where the mean lies half-way between two numbers. Collective."""
+        return self._processes.sum(micro_batch_sum) / (engine.grad_accum_steps * self._processes.world_size)
 
     def _divide(self, batch: Mapping[str, Any], step: int, engine: Any) -> Iterator[MicroBatch]:
         """The micro-batches of update `step` of an engine, the generator or the discriminator."""

@@ -16,6 +16,7 @@ from torch.nn.grad import conv3d_weight
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.distributed import Backend
 from tandem.models import VQGAN, Discriminator, VideoDiscriminator
+from tandem.training.losses import gan
 from tandem.training.losses.adversarial import (
     LeCam,
     gradient_penalty,
@@ -168,6 +169,36 @@ def test_two_processes_make_the_updates_of_the_whole_batch() -> None:
     for of_rank in of_ranks:
         assert_same_change(start[0], of_rank[0], plain[0])
         assert_same_change(start[1], of_rank[1], plain[1])
+
+
+def test_in_parts_mean_gradients_and_averages_have_the_same_bits_with_two_three_or_six_parts_to_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Means of fp32 numbers often lie half-way between two fp32 numbers, where one more rounding chooses the other."""
+    start = models("fsq")
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.rand(6, 3, 16, 16, generator=generator) for _ in range(20)]
+    mean_gradients: set[bytes] = set()
+
+    def record(recon_gradient: Tensor, gan_gradient: Tensor, maximum: float) -> Tensor:
+        mean_gradients.add(torch.cat([recon_gradient.flatten(), gan_gradient.flatten()]).numpy().tobytes())
+        return torch.ones(())
+
+    monkeypatch.setattr(gan, "adaptive_weight", record)
+
+    def work(backend: Backend) -> dict[str, Tensor]:
+        processes, size = backend.processes, 6 // backend.processes.world_size
+        game = make_game(backend, *copy.deepcopy(start), lecam_weight=0.3)
+        for step, images in enumerate(batches):
+            play(game, images[processes.rank * size : (processes.rank + 1) * size], step=step)
+        return dict(game.lecam.state_dict())
+
+    averages = []
+    for world_size in (1, 2, 3):
+        averages += on_backends(world_size, work, batch_size=6, batch_parts=6)
+        assert len(mean_gradients) == len(batches), world_size
+    for others in averages[1:]:
+        torch.testing.assert_close(others, averages[0], rtol=0, atol=0)
 
 
 class Reconstructor(nn.Module):
