@@ -64,12 +64,13 @@ class Options:
 def import_torch() -> None:
     """Import PyTorch with the garbage collector off, and let later collections skip what was imported: collections
     would take a fifth of the time of the import."""
-    if "torch" not in sys.modules:
+    if "torch" not in sys.modules and gc.isenabled():
         gc.disable()
-        import torch  # noqa: F401
-
-        gc.freeze()
-        gc.enable()
+        try:
+            import torch  # noqa: F401
+        finally:
+            gc.freeze()
+            gc.enable()
 
 
 class Connection(NamedTuple):
@@ -170,12 +171,14 @@ class Backend(ABC):
 
     def __enter__(self) -> Backend:
         import_torch()
-        from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
+        from .devices import allow_open_files, skip_compiler_import, use_deterministic_kernels, use_one_thread, use_tf32
         from .process_group import ProcessGroup
         from .signals import Signals
 
         launch, options = self.launch, self.options
         use_tf32(options.precision)
+        if not options.compile:
+            skip_compiler_import()
         # --batch_parts promises the same bits on any number of processes.
         if options.deterministic or options.plan.batch_parts:
             use_deterministic_kernels(compiled=options.compile)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim import Adam, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from tandem.flops import FlopCounter
 
 from .errors import first_line
 
@@ -97,6 +103,23 @@ def use_one_thread() -> None:
     """Let PyTorch compute in one CPU thread: the rounding of a sum depends on the number of threads, and launchers set
     different numbers (torchrun sets OMP_NUM_THREADS=1, others set nothing)."""
     torch.set_num_threads(1)
+
+
+def skip_compiler_import() -> None:
+    """Let optimizers make updates without importing torch.compile's front end, torch._dynamo, as they do only to tell
+    it what not to compile: 150 MiB in each process, and a second or more of its start. Not for a run that compiles."""
+    methods = Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict
+    for function in (*methods, FlopCounter.__torch_dispatch__, checkpoint):
+        wrapped: Any = inspect.unwrap(function)
+        wrapped.__dynamo_disable = wrapped  # what its wrapper, torch._compile._disable_dynamo, calls
+    adam_step = inspect.unwrap(Adam.step)  # of AdamW, too
+
+    @wraps(adam_step)
+    def step(optimizer: Adam, closure: Any = None) -> Any:
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return adam_step(optimizer, closure)
+
+    Adam.step = step  # type: ignore[method-assign]
 
 
 def available_threads(gather_objects: Callable[[Any], list[Any]]) -> int:

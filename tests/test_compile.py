@@ -110,7 +110,7 @@ def test_gradients_of_a_model_that_is_compiled_in_parts_leave_while_its_backward
         model.compile(backend=compiler)
         loss = model(torch.rand(2, 3, 16, 16), noise=torch.rand(2, *model.noise_shape), temperature=1.0).recon_loss
         events.clear()
-        reducer.backward(loss, torch.tensor(1.0), 0, retain_graph=False)
+        reducer.backward(loss, 0, retain_graph=False)
         reducer.finish()
         last_graph = max(index for index, event in enumerate(events) if event == "graph")
         while_it_runs, all_of_them = (len(calls) - calls.count("graph") for calls in (events[:last_graph], events))

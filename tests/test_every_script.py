@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -319,21 +320,36 @@ def test_a_collapsed_run_is_told_so_once_with_what_to_try_and_one_that_learns_is
     assert told[0] == [] and len(told[1]) == 1 and remedy in told[1][0]
 
 
+@of("vqgan", "mulan")
+def test_a_run_imports_no_compiler(script: Script, tmp_path: Path) -> None:
+    """PyTorch would import it for the first optimizer, and sympy, a part of it, for a backward pass from a gradient:
+    over two seconds of each start."""
+    code = (
+        "import atexit, runpy, sys; sys.argv = sys.argv[1:]; "
+        "atexit.register(lambda: print(sorted({'sympy', 'torch._dynamo'} & sys.modules.keys()))); "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    flags = script.flags(tmp_path / "run", "--max_steps", "2", "--ema_decay", "0.9", "--gradient_checkpointing")
+    command = [sys.executable, "-c", code, f"{script.name}.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
 @of("vae", "vqgan", "decoder")
 def test_an_update_that_was_skipped_is_no_update_of_the_average(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first update of all models is skipped: after two, the average holds one."""
-    poison, skipped = SkipGuard.initial_gradient, set[int]()
+    weighted_loss, skipped = SkipGuard.weighted_loss, set[int]()
 
     def poisoned(guard: SkipGuard, *args: Any) -> torch.Tensor:
-        gradient = poison(guard, *args)
+        loss = weighted_loss(guard, *args)
         if id(guard) in skipped:
-            return gradient
+            return loss
         skipped.add(id(guard))
-        return torch.full_like(gradient, torch.nan)
+        return loss * torch.nan
 
-    monkeypatch.setattr(SkipGuard, "initial_gradient", poisoned)
+    monkeypatch.setattr(SkipGuard, "weighted_loss", poisoned)
     run = script.train(tmp_path, "--max_steps", "2", "--save_every_n_steps", "2", "--ema_decay", "0.99")
     assert metrics(run)[-1]["skipped_updates"] == len(skipped) > 0
     state = json.loads((run / "checkpoints" / "step_00000002" / "state.json").read_text())["parts"]

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "devices": "",
     "flops": "",
     "config": "io schedules",
-    "distributed": "io devices config",
+    "distributed": "io devices config flops",
     "models": "io config",
     "models.layers": "config flops models",
     "models.quantizers": "config devices",

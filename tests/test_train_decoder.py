@@ -167,14 +167,14 @@ def test_an_update_that_one_unet_skipped_is_in_the_average_of_the_other(
 ) -> None:
     said = ["--max_steps", "2", "--save_every_n_steps", "1", "--ema_decay", "0.9"]
     expected = DECODER.train(tmp_path / "expected", *said)
-    poison, guards = SkipGuard.initial_gradient, list[SkipGuard]()
+    weighted_loss, guards = SkipGuard.weighted_loss, list[SkipGuard]()
 
     def poisoned(guard: SkipGuard, *args: Any) -> torch.Tensor:
         guards.append(guard)
         is_second_of_first_unet = guard is guards[0] and guards.count(guard) == 2
-        return torch.full_like(poison(guard, *args), torch.nan) if is_second_of_first_unet else poison(guard, *args)
+        return weighted_loss(guard, *args) * (torch.nan if is_second_of_first_unet else 1)
 
-    monkeypatch.setattr(SkipGuard, "initial_gradient", poisoned)
+    monkeypatch.setattr(SkipGuard, "weighted_loss", poisoned)
     run = DECODER.train(tmp_path / "run", *said)
     assert metrics(run)[-1]["skipped_updates"] == 1
     whole, before, found = checkpoint(expected, 2), checkpoint(expected, 1), checkpoint(run, 2)

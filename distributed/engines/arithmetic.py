@@ -144,14 +144,16 @@ class SkipGuard:
         if limit <= 1:
             self._add_hooks()
 
-    def initial_gradient(self, loss: Tensor, factor: Tensor | float) -> Tensor:
-        """The gradient to start backward with: ``factor``, or NaN if the loss is not finite."""
+    def weighted_loss(self, loss: Tensor, factor: Tensor | float) -> Tensor:
+        """``loss`` (0-d) x ``factor``, with gradients of NaN if the loss is not finite.
+
+        A product, because PyTorch imports sympy, for over a second, if `backward` gets an initial gradient.
+        """
         if self._hooks:
             self._suspects.insert(0, ("the loss is", loss.detach().float().mean()))
         if not isinstance(factor, Tensor):
             factor = torch.full((), factor, device=loss.device)  # filled on the device: no copy, no wait
-        factor = factor.to(loss.dtype)
-        return torch.where(torch.isfinite(loss.detach()), factor, torch.nan)
+        return loss * torch.where(torch.isfinite(loss.detach()), factor.to(loss.dtype), torch.nan)
 
     def after_update(self, finite: Tensor, update: int) -> None:
         """Count update number ``update``; ``finite`` is a bool tensor, the same on every process.

@@ -52,11 +52,11 @@ class OrderedSum:
         """Views of ``gradients`` in the shapes of the parameters."""
         return {parameter: views[0] for parameter, views in self._views.items()}
 
-    def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
-        """Add d loss / d parameter x ``gradient`` to part number ``micro_batch`` of this process (None: the loss
-        belongs to no part, so its gradients are added to the first part)."""
+    def backward(self, loss: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
+        """Add the gradients of ``loss`` to part number ``micro_batch`` of this process (None: the loss belongs to no
+        part, so its gradients are added to the first part)."""
         gradients = torch.autograd.grad(
-            loss, self.parameters, gradient, retain_graph=retain_graph, allow_unused=True, materialize_grads=False
+            loss, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=False
         )
         index = micro_batch or 0
         pairs = [(self._views[p][index], g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]

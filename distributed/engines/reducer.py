@@ -117,10 +117,10 @@ class GradientReducer:
             bucket.empty()
         self._reset()
 
-    def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
-        """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: it belongs to none)."""
+    def backward(self, loss: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
+        """Add the gradients of ``loss``, of micro-batch number ``micro_batch`` (None: it belongs to none)."""
         self.before_backward(is_last=micro_batch == self.micro_batches - 1)
-        torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
+        loss.backward(retain_graph=retain_graph)
 
     def before_backward(self, is_last: bool) -> None:
         """Prepare for a backward pass; ``is_last``: it is expected to be the last one of this update."""

@@ -42,8 +42,8 @@ class ReplicatedEngine(Engine):
             model.compile()
 
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
-        gradient = self._guard.initial_gradient(loss, weight * self._loss_scale())
-        self._reducer.backward(loss, gradient, self._micro_batch, retain_graph)
+        loss = self._guard.weighted_loss(loss, weight * self._loss_scale())
+        self._reducer.backward(loss, self._micro_batch, retain_graph)
 
     def _loss_scale(self) -> Tensor:
         """The factor of the gradients. In fp16 it undoes the weight 1 / (accumulation x processes) of each backward

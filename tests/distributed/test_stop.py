@@ -209,7 +209,7 @@ def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own
         for update in range(6):
             if update == 2 + 3 * process.rank:
                 received.add(signal.SIGTERM)
-            reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
+            reducer.backward(weight.sum(), 0, False)
             reducer.finish()
             answers.append(stop.is_agreed())
         return answers, process.comm.calls, reducer.gradients
@@ -227,7 +227,7 @@ def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of
         reducer = GradientReducer([weight], process.comm, "toy", stop_request=stop)
         answers = []
         for update in range(3):
-            reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
+            reducer.backward(weight.sum(), 0, False)
             reducer.finish()
             answers.append(stop.is_agreed(by_this_process=process.rank == 1 and update == 0))
         return answers

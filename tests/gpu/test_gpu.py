@@ -88,7 +88,7 @@ def trained_through(network: Network) -> Tensor:
     assert len(reducer.buckets) > 1
     x = torch.randn(64, 1024, device=DEVICE)
     for _ in range(5):
-        reducer.backward(model(x).square().mean(), torch.ones((), device=DEVICE), 0, retain_graph=False)
+        reducer.backward(model(x).square().mean(), 0, retain_graph=False)
         reducer.finish()
         optimizer.step()
         reducer.zero_()
@@ -107,7 +107,7 @@ def test_a_request_to_stop_travels_with_gradients_and_is_heard_of_without_a_wait
     for update in range(5):
         if update == 1:
             received.add(signal.SIGTERM)
-        reducer.backward(weight.sum(), torch.ones((), device=DEVICE), 0, retain_graph=False)
+        reducer.backward(weight.sum(), 0, retain_graph=False)
         reducer.finish()
         reducer.zero_()
         answers.append(stop.is_agreed())

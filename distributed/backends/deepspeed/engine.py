@@ -181,14 +181,12 @@ class ZeroEngine(Engine):
                 "graph; add the losses and call backward once, or run the forward pass again"
             )
         if self._ordered_sum is not None:
-            self._ordered_sum.backward(
-                loss, self._guard.initial_gradient(loss, weight), self._micro_batch, retain_graph
-            )
+            self._ordered_sum.backward(self._guard.weighted_loss(loss, weight), self._micro_batch, retain_graph)
             if self._stage == 3:
                 self._zero.backward_epilogue()  # frees the weights that this backward pass gathered
             return
         # DeepSpeed averages over the processes, and the update is the sum: multiply by their number.
-        loss = loss * self._guard.initial_gradient(loss, weight * self._processes.world_size)
+        loss = self._guard.weighted_loss(loss, weight * self._processes.world_size)
         if self._stage:
             # ZeRO would let a second backward pass after one forward pass overwrite the gradients of the first. With
             # this flag cleared, ZeRO treats the coming backward pass as a new one.

@@ -152,12 +152,12 @@ class FSDPEngine(ReplicatedEngine):
             return torch.func.functional_call(self.module, weights, args, kwargs)
 
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
-        gradient = self._guard.initial_gradient(loss, weight * self._loss_scale())
+        loss = self._guard.weighted_loss(loss, weight * self._loss_scale())
         if self._ordered_sum is not None:
-            self._ordered_sum.backward(loss, gradient, self._micro_batch, retain_graph)
+            self._ordered_sum.backward(loss, self._micro_batch, retain_graph)
             return
         # This runs the whole backward pass, in which FSDP sums the gradients of the sharded weights.
-        self._scalar_reducer.backward(loss, gradient, None, retain_graph)
+        self._scalar_reducer.backward(loss, None, retain_graph)
         if self._is_kept_unsharded:
             self._reduce_late_gradients()
 

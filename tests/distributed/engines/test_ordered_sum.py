@@ -59,7 +59,7 @@ def test_parts_are_added_in_one_order_on_any_number_of_ranks(
             for call in range(n_calls):
                 for index in range(here):
                     loss = model.loss(gradients_of(process.rank * here + index, call))
-                    parts.backward(loss, torch.tensor(1.0), index, retain_graph=False)
+                    parts.backward(loss, index, retain_graph=False)
             parts.finish()
             results.append(torch.cat([parts.by_parameter[p].flatten() for p in model.parameters()]))
             parts.zero_()

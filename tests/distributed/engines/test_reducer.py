@@ -97,7 +97,7 @@ def test_buckets_leave_in_one_order_during_the_last_micro_batch_as_soon_as_they_
         sent = []
         for micro_batch in range(2):
             loss = model[2 * process.rank](torch.ones(1, 2)).sum()
-            reducer.backward(loss, torch.tensor(1.0), micro_batch, retain_graph=False)
+            reducer.backward(loss, micro_batch, retain_graph=False)
             sent.append(len(process.comm.calls))
         reducer.finish()
         return sent, process.comm.calls, gradients_of(model)
@@ -153,7 +153,7 @@ def test_an_update_calls_nothing_beside_its_backward_pass_but_one_copy_per_bucke
     reducer.zero_()
     loss = model(torch.ones(2, 8)).sum()
     with ours:
-        reducer.backward(loss, torch.ones(()), 0, retain_graph=False)
+        reducer.backward(loss, 0, retain_graph=False)
         reducer.finish()
         reducer.zero_()
     assert 1 < len(reducer.buckets) < 10
