@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -13,11 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem import distributed
-
-from .launching import AS_A_USER, ONE_PROCESS, ROOT, Job, JobFailed, Launcher, finish_all
+from .launching import AS_A_USER, CHOSEN_ON_TWO, ONE_PROCESS, ROOT, ZERO_STAGES, Job, JobFailed, Launcher, finish_all
 from .machine import cores
-from .references import HOROVOD, REFERENCES
+from .references import HOROVOD, REFERENCES, SCRIPT
 
 _TIMEOUT_SECONDS = 600
 # Switch off all work other than the updates, so that every update does the same; logging keeps its defaults.
@@ -35,23 +32,14 @@ GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_"
 
 
 TORCHRUN, HOROVODRUN = Launcher("torchrun"), Launcher("horovodrun")
-ZERO = tuple(Launcher("deepspeed", zero_stage=stage) for stage in range(4))
-LAUNCHERS = (TORCHRUN, Launcher("torchrun", backend="fsdp"), *ZERO, HOROVODRUN)
+# Each launcher with its own backend, and torchrun with each of the other backends; for any number of processes.
+LAUNCHERS = (TORCHRUN, *CHOSEN_ON_TWO, *ZERO_STAGES, HOROVODRUN)
 
 
 def label(launcher: Launcher) -> str:
     """The launcher in the tables, such as "deepspeed, ZeRO 3 x 2"."""
     stage = "" if launcher.zero_stage is None else f", ZeRO {launcher.zero_stage}"
     return f"{launcher.name}{stage}{f', {launcher.backend.upper()}' if launcher.backend else ''} x {launcher.processes}"
-
-
-def one_process(batch_size: int, precision: str = "fp32") -> distributed.Backend:
-    """A backend of this process alone, with the scripts' defaults."""
-    parser = argparse.ArgumentParser()
-    distributed.add_arguments(parser)
-    parser.set_defaults(batch_size=batch_size, grad_accum_steps=1, precision=precision, max_grad_norm=0.0)
-    parser.set_defaults(max_skipped_updates=20, compile=False)
-    return distributed.from_args(parser.parse_args(["--distributed_backend", "single"]))
 
 
 def measure(
@@ -78,17 +66,15 @@ def measure(
         JobFailed: a job failed or took longer.
     """
     threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // launcher.processes)
-    counts = {"--rounds": rounds, "--turns": turns, "--updates": updates, "--warmup": warmup}
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         flags = [
-            *("--script", script, "--folder", folder, "--sides", ",".join(sides)),
-            *(word for flag, count in counts.items() for word in (flag, str(count))),
-            *(*_DATA.get(script, _IMAGES), *_SCRIPT_FLAGS, *script_flags),
-            *(*REFERENCES[script].flags, "--output_dir", str(Path(folder) / "run")),
-        ]
+            f"--script={script}", f"--folder={folder}", f"--sides={','.join(sides)}",
+            f"--rounds={rounds}", f"--turns={turns}", f"--updates={updates}", f"--warmup={warmup}",
+            *_DATA.get(script, _IMAGES), *_SCRIPT_FLAGS, *script_flags, *REFERENCES[script].flags,
+            f"--output_dir={folder}/run", *launcher.flags,
+        ]  # fmt: skip
         commands = [
-            _launcher_of(side, launcher).command("benchmarks.worker", ["--side", side, *flags, *launcher.flags])
-            for side in sides
+            _launcher_of(side, launcher).command("benchmarks.worker", [f"--side={side}", *flags]) for side in sides
         ]
         run(commands, {"OMP_NUM_THREADS": str(threads), **(environment or {})}, seconds)
         return {side: json.loads((Path(folder) / f"{side}.json").read_text()) for side in sides}
@@ -96,7 +82,7 @@ def measure(
 
 def _launcher_of(side: str, launcher: Launcher) -> Launcher:
     """The launcher of a side: that of the script, or the usual one of its reference."""
-    if side == "script":
+    if side == SCRIPT:
         return launcher.bare  # the script gets the flags of the launcher
     others = HOROVODRUN if side == HOROVOD else ONE_PROCESS if launcher.processes == 1 else TORCHRUN
     return replace(others, processes=launcher.processes)

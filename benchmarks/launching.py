@@ -89,10 +89,6 @@ class Launcher:
         stage = [] if self.zero_stage is None else ["--zero_stage", str(self.zero_stage)]
         return [*stage, *(["--distributed_backend", self.backend] if self.backend else [])]
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return WITHOUT_COMPILER if self.name == "deepspeed" else {}
-
     def command(self, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> list[str]:
         """The command line that starts a script of the repository, or a module by its name.
 
@@ -232,7 +228,8 @@ class Job:
 
 def start(launcher: Launcher, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> Job:
     """Start a job."""
-    return Job(launcher.command(script, flags, launcher_flags), script, None, **launcher.environment)
+    environment = WITHOUT_COMPILER if launcher.name == "deepspeed" else {}
+    return Job(launcher.command(script, flags, launcher_flags), script, None, **environment)
 
 
 def finish_all(jobs: Sequence[Job], seconds: float) -> list[Finished]:

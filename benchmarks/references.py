@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -16,15 +17,15 @@ from torch import nn
 from tandem.data.tokenizers import open_tokenizer
 from tandem.training.noise import Noise
 
-# Sides of a comparison: the file as it stands, and its only model in the usual wrappers for several processes.
-REFERENCE, DDP, DDP_SAME_NOISE, HOROVOD = "reference", "ddp", "ddp-same-noise", "horovod"
+# Sides of a comparison: the script; the file of reference/ as it stands; and, for several processes, its only model in
+# the usual wrappers.
+SCRIPT, REFERENCE, DDP, DDP_SAME_NOISE, HOROVOD = "script", "reference", "ddp", "ddp-same-noise", "horovod"
 DESCRIPTIONS = {
     REFERENCE: "the reference",
     DDP: "the reference in DistributedDataParallel",
     DDP_SAME_NOISE: "the same, with the noise of train_vae.py",
     HOROVOD: "the reference with Horovod's DistributedOptimizer",
 }
-_DTYPES = {"bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,14 @@ class Reference:
                 return inputs.to(device, non_blocking=True)
             return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
-        draw_noise = getattr(self.module, "draw_noise", None)
+        draw_noise: Any = getattr(self.module, "draw_noise", None)
         noise = [lambda step, n: draw_noise(settings, n, device)] if draw_noise else []
         if side == DDP_SAME_NOISE:
             noise = [_keyed_noise(args.seed, draw_noise(settings, 1, device).shape[1:], device)]
         with _horovod_optimizers() if side == HOROVOD else contextlib.nullcontext():
             loop = self.module.train(*models, map(load, itertools.cycle(batches)), *noise, settings)
             while True:
-                dtype = _DTYPES.get(args.precision)
-                with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                     next(loop)
                 yield
 
@@ -96,8 +96,7 @@ def _keyed_noise(seed: int, shape: Sequence[int], device: torch.device) -> Calla
     return lambda step, n: noise.gumbel(step, range(rank * n, (rank + 1) * n), shape, device)
 
 
-@contextlib.contextmanager
-def _horovod_optimizers() -> Iterator[None]:
+def _horovod_optimizers() -> contextlib.AbstractContextManager[Any]:
     """A context in which torch.optim.Adam, which a loop constructs, is Horovod's DistributedOptimizer of it."""
     import horovod.torch as hvd
 
@@ -106,11 +105,7 @@ def _horovod_optimizers() -> Iterator[None]:
     def wrapped(parameters: Any, **options: Any) -> Any:
         return hvd.DistributedOptimizer(adam(parameters, **options))
 
-    torch.optim.Adam = wrapped  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.optim.Adam = adam  # type: ignore[misc]
+    return mock.patch.object(torch.optim, "Adam", wrapped)
 
 
 def _constructor(*classes: str) -> Callable[..., list[nn.Module]]:

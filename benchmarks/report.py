@@ -81,10 +81,8 @@ def failure_row(name: str, error: Exception) -> Row:
     return Row(name, note=note, is_bad=not isinstance(error, NoTime))
 
 
-def cell(value: float | str | None) -> str:
+def cell(value: float | str) -> str:
     """A value in the table."""
-    if value is None:
-        return ""
     if isinstance(value, str) or not math.isfinite(value):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
@@ -94,7 +92,7 @@ def table(rows: Sequence[Row]) -> str:
     """A part's Markdown table, as docs/figures.md has them."""
     columns = list(dict.fromkeys(column for row in rows for column in row.values))
     lines = [["", *columns, "note"]]
-    lines += [[row.name, *(cell(row.values.get(column)) for column in columns), row.note] for row in rows]
+    lines += [[row.name, *(cell(row.values.get(column, "")) for column in columns), row.note] for row in rows]
     text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join([f"\n## {rows[0].part}\n", text[0], "|---" * len(lines[0]) + "|", *text[1:]])
 

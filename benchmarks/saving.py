@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import train_vae
+from tandem import distributed
 from tandem.training.checkpoint.store import Checkpoints
 
-from .jobs import one_process
 from .report import Row, comparison
 
 _WIDTH, _LAYERS, _BATCH_SIZE = 1600, 39, 64  # 99.9 million parameters
@@ -24,7 +25,8 @@ def saving(rounds: int) -> Iterator[Row]:
     """Seconds that the training of a model of 100 million parameters with Adam's moments (1.2 GB) waits: in ``save``
     and, if the copy is not finished by then, before the weights change. The first save, which also allocates the memory
     for the copy, is one of the rounds."""
-    with one_process(_BATCH_SIZE) as backend, tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
+    args = train_vae.build_parser().parse(["--distributed_backend", "single", "--batch_size", str(_BATCH_SIZE)])
+    with distributed.from_args(args) as backend, tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))).to(backend.processes.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
         engine = backend.wrap(model, optimizer, name="benchmark")

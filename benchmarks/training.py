@@ -9,7 +9,7 @@ from typing import Any
 
 from . import machine
 from .jobs import GIVE_MEMORY_BACK, HOROVODRUN, LAUNCHERS, ONE_PROCESS, TORCHRUN, JobFailed, Launcher, label, measure
-from .references import DDP, DDP_SAME_NOISE, DESCRIPTIONS, HOROVOD, REFERENCE
+from .references import DDP, DDP_SAME_NOISE, DESCRIPTIONS, HOROVOD, REFERENCE, SCRIPT
 from .report import Row, comparison, failure_row
 
 # Small enough for two cores (a quarter of a second per update on one of them). Relative to its computing time it has
@@ -18,7 +18,7 @@ from .report import Row, comparison, failure_row
 _SMALL_MODEL = "--image_size 64 --num_tokens 2048 --emb_dim 256 --num_layers 3 --num_resnet_blocks 1 --hidden_dim 96"
 # For each script: a model, turns of a round, updates of a turn. A round is as long as the default logging interval, so
 # that each logs once; a script with a discriminator has a gradient penalty at each fourth update.
-SMALL_MODELS = {
+WORKLOADS = {
     "train_vae": (f"{_SMALL_MODEL} --batch_size 8", 10, 1),
     "train_vqgan": (
         "--image_size 64 --dim 32 --num_layers 3 --codebook_size 1024 --discr_layers 2 --batch_size 8", 1, 4
@@ -47,23 +47,23 @@ def training(rounds: int) -> Iterator[Row]:
     """Samples per second of each script in one process over those of its reference, and the peak memory of both."""
     if machine.gpus():
         # Turns of several updates: the host runs ahead of the GPU, as it does in a run.
-        models = {
+        workloads = {
             f"train_vae {option}": (f"{_GPU_MODEL} --precision {option}", 3, 10)
             for option in ("fp32", "fp32 --compile", "bf16", "bf16 --compile")
         }
     else:
-        models = SMALL_MODELS
-    for name, (flags, turns, updates) in models.items():
+        workloads = WORKLOADS
+    for name, (flags, turns, updates) in workloads.items():
         script, _, option = name.partition(" ")
         name = f"{script}.py {option}".strip()
         try:
-            result = measure(ONE_PROCESS, ["script", REFERENCE], flags.split(), script=script, rounds=rounds,
+            result = measure(ONE_PROCESS, [SCRIPT, REFERENCE], flags.split(), script=script, rounds=rounds,
                              turns=turns, updates=updates, environment=GIVE_MEMORY_BACK)  # fmt: skip
         except JobFailed as error:
             yield failure_row(name, error)
             continue
         yield _speed_row(name, result, REFERENCE, goal=0.97)
-        ours, reference = ([peak_mib(result[side]["memory_bytes"])] for side in ("script", REFERENCE))
+        ours, reference = ([peak_mib(result[side]["memory_bytes"])] for side in (SCRIPT, REFERENCE))
         yield comparison("... peak memory", "MiB", ours, reference, "over that of the reference; the imports included")
 
 
@@ -96,7 +96,7 @@ def _on_several(
             several = replace(launcher, processes=processes)
             flags = f"{model} --batch_size {share * processes} --log_every_n_steps {turns * updates}".split()
             try:
-                result = measure(several, ["script", *others], flags, rounds=rounds, turns=turns, updates=updates,
+                result = measure(several, [SCRIPT, *others], flags, rounds=rounds, turns=turns, updates=updates,
                                  threads=max(1, machine.cores() // max(counts)))  # fmt: skip
             except JobFailed as error:
                 yield failure_row(label(several), error)
@@ -113,13 +113,13 @@ def memory() -> Iterator[Row]:
     reference = None
     for launcher in [ONE_PROCESS, *(replace(launcher, processes=processes) for launcher in LAUNCHERS)]:
         name, flags = label(launcher), f"{_HEAVY_MODEL} --batch_size {_SAMPLES_PER_PROCESS * launcher.processes}"
-        sides = ["script", *([] if reference else [REFERENCE])]
+        sides = [SCRIPT, *([] if reference else [REFERENCE])]
         try:
             result = measure(launcher, sides, flags.split(), rounds=1, turns=3, updates=1, environment=GIVE_MEMORY_BACK)
         except JobFailed as error:
             yield failure_row(name, error)
             continue
-        ours = result["script"]["memory_bytes"]
+        ours = result[SCRIPT]["memory_bytes"]
         reference = reference or result[REFERENCE]["memory_bytes"]
         note = (
             f"above the imports: {_above_mib(ours, 'start')} to start, {_above_mib(ours, 'updates')} for updates "
@@ -132,8 +132,8 @@ def _speed_row(name: str, result: Mapping[str, Mapping[str, Any]], side: str, go
     """The row that compares the script with another side, from the result of `jobs.measure`."""
     by_cpu_time = {side: statistics.median(values["samples_per_cpu_second"]) for side, values in result.items()}
     # The ratio in CPU time changes little if other programs run on the machine; it ignores a GPU's work.
-    cpu = "" if machine.gpus() else f"; in CPU time {by_cpu_time['script'] / by_cpu_time[side]:.3f}"
-    ours, reference = (result[key]["samples_per_second"] for key in ("script", side))
+    cpu = "" if machine.gpus() else f"; in CPU time {by_cpu_time[SCRIPT] / by_cpu_time[side]:.3f}"
+    ours, reference = (result[key]["samples_per_second"] for key in (SCRIPT, side))
     return comparison(name, "samples/s", ours, reference, f"over {DESCRIPTIONS[side]}{cpu}", goal)
 
 

@@ -31,19 +31,17 @@ from tandem import distributed
 from tandem.distributed.torch_comm import leave_process_group
 
 from .machine import proc_value
-from .references import HOROVOD, REFERENCES
+from .references import HOROVOD, REFERENCES, SCRIPT
 
 if TYPE_CHECKING:
     from tandem.training.run import Run
 
-SCRIPT = "script"
-SCRIPTS = tuple(REFERENCES)
 _DECODED_BATCHES = 4
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks.worker", description="Started by the benchmarks.")
-    parser.add_argument("--script", choices=SCRIPTS, default="train_vae", help="the script that is measured")
+    parser.add_argument("--script", choices=REFERENCES, default="train_vae", help="the script that is measured")
     parser.add_argument("--folder", type=Path, required=True, help="for results, and files for which the sides wait")
     parser.add_argument("--sides", required=True, help="comma list of script and the names in references.DESCRIPTIONS")
     parser.add_argument("--side", required=True, help="the side of this process")
@@ -60,12 +58,17 @@ class Side(ABC):
     Args:
         options: Arguments of the worker, see ``build_parser``.
         device: Where it computes.
+
+    Attributes:
+        samples_per_update: Of this process; known when the first update begins.
     """
+
+    samples_per_update: int
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._options, self._device = options, device
         self._sides = options.sides.split(",")
-        self._number = self._sides.index(options.side)  # of the next turn, counted over all sides
+        self._next_turn = self._sides.index(options.side)  # turns are numbered through all sides and rounds
         importlib.import_module("torch._dynamo")  # the first optimizer imports it: 150 MiB that are not the model's
         self._memory_before = memory_bytes(device)
         self._rates: dict[str, list[float]] = {"wall": [], "cpu": []}
@@ -88,12 +91,12 @@ class Side(ABC):
         for _ in range(options.rounds):
             seconds, samples = {"wall": 0.0, "cpu": 0.0}, options.turns * options.updates * self.samples_per_update
             for _ in range(options.turns):
-                self._wait_for(f"turn-{self._number}")
+                self._wait_for(f"turn-{self._next_turn}")
                 self.gather(None)  # all processes of the side begin together
                 with _timed(self._device, seconds):
                     yield from itertools.repeat(None, options.updates)
-                self._signal(f"turn-{self._number + 1}")
-                self._number += len(self._sides)
+                self._signal(f"turn-{self._next_turn + 1}")
+                self._next_turn += len(self._sides)
             by_rank = self.gather([seconds["wall"], seconds["cpu"]])
             self._rates["wall"].append(sum(samples / wall for wall, _ in by_rank))
             self._rates["cpu"].append(samples * len(by_rank) / sum(cpu for _, cpu in by_rank))
@@ -101,9 +104,6 @@ class Side(ABC):
         self._signal(f"done-{options.side}")
         for side in self._sides:  # else the validation and the save of a run would disturb the last turn of the others
             self._wait_for(f"done-{side}")
-
-    samples_per_update: int
-    """Of this process."""
 
     def write(self) -> None:
         """Write the results. Samples per second of all processes together, and per second of CPU time, by round. Memory
@@ -127,7 +127,7 @@ class Side(ABC):
             time.sleep(0.002)
 
 
-class Script(Side):
+class ScriptSide(Side):
     """The script, whose updates are measured by a watcher of its `Run`."""
 
     def __init__(self, options: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -148,16 +148,16 @@ class Script(Side):
 
     def _watch(self, run: Run, event: str, _: Any) -> None:
         if event == "update" and run.progress.step == 0:
-            decoded = decode(run)
+            decoded = repeat_batches(run)
             self.samples_per_update = len(decoded[0]["positions"])
-            path = _batches(self._options.folder, self._backend.processes.rank)
+            path = _batches_path(self._options.folder, self._backend.processes.rank)
             torch.save(decoded, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
         if event == "update":
             next(self._next_update, None)
 
 
-class Reference(Side):
+class ReferenceSide(Side):
     """A loop of reference/ on one process, or on several of torchrun or Horovod."""
 
     def __init__(self, options: argparse.Namespace, args: argparse.Namespace) -> None:
@@ -192,7 +192,7 @@ class Reference(Side):
         """Make all updates, and write the results on the root."""
         if self._args.precision == "tf32":  # the usual setting; for other precisions PyTorch's default stays
             torch.set_float32_matmul_precision("high")
-        path = _batches(self._options.folder, self._rank)
+        path = _batches_path(self._options.folder, self._rank)
         self._wait_for(path.name)
         decoded = [self._pin(batch) for batch in torch.load(path, weights_only=False)]
         self.samples_per_update = len(decoded[0]["positions"])
@@ -212,14 +212,14 @@ class Reference(Side):
         return {key: value.pin_memory() if pins and torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def decode(run: Run) -> list[dict[str, Any]]:
-    """The next batches of a run. From now on the run gets these, in turn."""
+def repeat_batches(run: Run) -> list[dict[str, Any]]:
+    """Let a run train on its next batches again and again, so that it decodes nothing more. Returns these batches."""
     decoded = list(itertools.islice(run.feed.batches, _DECODED_BATCHES))
     run.feed.batches = itertools.cycle(decoded)
     return decoded
 
 
-def _batches(folder: Path, rank: int) -> Path:
+def _batches_path(folder: Path, rank: int) -> Path:
     return folder / f"batches-{rank}.pt"
 
 
@@ -274,10 +274,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     updates = options.warmup + options.rounds * options.turns * options.updates
     args = parser.parse([*script_flags, "--max_steps", str(updates + 1), "--epochs", "1e9"])
     if options.side != SCRIPT:
-        Reference(options, args).run()
+        ReferenceSide(options, args).run()
         return
     with distributed.from_args(args) as backend:
-        Script(options, backend).run(script, parser.to_config(args, parser.settings(args)))
+        ScriptSide(options, backend).run(script, parser.to_config(args, parser.settings(args)))
 
 
 if __name__ == "__main__":

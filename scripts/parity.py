@@ -22,7 +22,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.launching import AS_A_USER, CHOSEN_ON_TWO, ONE_PROCESS, Job, JobFailed, Launcher, finish
+from benchmarks.jobs import LAUNCHERS
+from benchmarks.launching import AS_A_USER, ONE_PROCESS, Job, JobFailed, Launcher, finish
 from tandem.training.metrics.directions import EVALUATION_SECONDS
 
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
@@ -56,19 +57,8 @@ SHARED = ["--batch_size", "8", "--max_steps", "20", "--epochs", "1000", "--seed"
 VARIANTS = {"plain": [], "accumulation 2": ["--grad_accum_steps", "2"], "clipping 0.1": ["--max_grad_norm", "0.1"]}
 
 
-def launchers(processes: int) -> list[Launcher]:
-    """Each launcher with its own backend, and torchrun with each of the other backends."""
-    return [
-        Launcher("torchrun", processes),
-        *(Launcher("deepspeed", processes, zero_stage=stage) for stage in range(4)),
-        Launcher("horovodrun", processes),
-        *(replace(launcher, processes=processes) for launcher in CHOSEN_ON_TWO),
-    ]
-
-
 def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> list[dict[str, float]]:
-    """The lines of metrics of one run, one for each update, without those of evaluations. The run has OMP_NUM_THREADS
-    CPU threads per process, by default one."""
+    """The `update_metrics` of one run, which has OMP_NUM_THREADS CPU threads per process, by default one."""
     try:
         command = launcher.command(script, [*flags, "--output_dir", str(output)])
         outcome = finish(Job(command, script, log=None, **AS_A_USER), math.inf)
@@ -76,7 +66,12 @@ def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> 
         sys.exit(f"{launcher}: {error}")
     if outcome.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{outcome.output[-3000:]}")
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return update_metrics(output)
+
+
+def update_metrics(run: Path) -> list[dict[str, float]]:
+    """The lines of metrics of the updates in a run folder, without those of evaluations."""
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in metrics if EVALUATION_SECONDS not in line]
 
 
@@ -112,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         flags = [*flags, "--batch_parts", str(args.batch_parts)]
         first_tolerance, last_tolerance = 0.0, 0.0
         print(f"--batch_parts {args.batch_parts}: every loss has to have the same bits")
-    candidates = [launcher for n in args.processes for launcher in launchers(n) if args.launchers in str(launcher)]
+    candidates = [replace(launcher, processes=n) for n in args.processes for launcher in LAUNCHERS]
+    candidates = [launcher for launcher in candidates if args.launchers in str(launcher)]
     has_failed = False
     print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}  (relative)")
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:

@@ -28,7 +28,6 @@ import train_tokenizer
 import train_vae
 import train_vqgan
 from benchmarks import references
-from benchmarks.jobs import one_process
 from tandem.config.models.decoder import Sampling
 from tandem.data.feed import to_unit_range
 from tandem.data.sets import decoder_data, image_data, sound_data, video_data, widths_of
@@ -36,6 +35,7 @@ from tandem.data.tokenizers import Tokenizer, open_tokenizer
 from tandem.models.diffusion.decoder import LOWRES_TIMESTEPS
 from tandem.training.losses.diffusion import DiffusionDraws, LowresDraws
 from tandem.training.noise import Noise
+from tests.processes import single
 from tests.scripts import (
     DECODER,
     MULAN,
@@ -111,7 +111,7 @@ class Reference:
     def updates(self, args: argparse.Namespace, models: Sequence[Any]) -> Iterator[dict[str, float]]:
         """What the reference says of each update, on the batches of the script's feed."""
         of = self.reference
-        with one_process(args.batch_size) as backend:
+        with single(batch_size=args.batch_size) as backend:
             feed = self.feed(args, backend.processes)
             batches = [of.batch(feed.start(0)), *(of.batch(feed.next()) for _ in range(UPDATES - 1))]
         for said in of.module.train(*models, batches, *self.noise(args), of.settings(args)):
@@ -131,7 +131,7 @@ def of_vae(name: str, **flags: Any) -> Reference:
 
 def images_or_clips(feed: Callable[[argparse.Namespace, Any], Any], args: argparse.Namespace) -> Tensor:
     """The first batch of a feed, in [0, 1]."""
-    with one_process(args.batch_size) as backend:
+    with single(batch_size=args.batch_size) as backend:
         batch = feed(args, backend.processes).start(0)
     return to_unit_range(batch["videos" if "videos" in batch else "images"])
 
@@ -207,7 +207,7 @@ def of_decoder(name: str, **flags: Any) -> Reference:
         return decoder_data(args, processes, image_size=args.image_sizes[-1])
 
     def build(args: argparse.Namespace) -> list[nn.Module]:
-        with one_process(args.batch_size) as backend:
+        with single(batch_size=args.batch_size) as backend:
             return [train_decoder.build_model(args, widths_of(feed(args, backend.processes).first_samples))]
 
     # Biases before a norm have a gradient of 0 but for rounding, which Adam follows: weights are not compared.

@@ -7,14 +7,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import benchmarks.gpu
 
 from .. import machine
+from ..references import REFERENCES
 from ..report import Row, add_names, benchmark_parser, run_parts
-from ..worker import SCRIPTS
 from . import checks
 from .plan import Plan
 from .speed import speed
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = benchmark_parser("python -m benchmarks.gpu", benchmarks.gpu.__doc__, "gpu.json")
     add = parser.add_argument
     add("--scale", choices=("full", "toy"), default="full", help="toy: tiny models, also without a GPU (default: full)")
-    for flag, choices in {"--only": PARTS, "--scripts": SCRIPTS, "--precisions": PRECISIONS}.items():
+    for flag, choices in {"--only": PARTS, "--scripts": REFERENCES, "--precisions": PRECISIONS}.items():
         add_names(parser, flag, choices)
     add("--minutes", type=float, default=10, metavar="M", help="limit of the whole; the parts share it (default: 10)")
     return parser
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             part, seconds = PARTS[name]
             # Cumulative: a part may use the time that the parts before it left.
             deadline += seconds * 60 * args.minutes / sum(PARTS[part_name][1] for part_name in args.only)
-            parts[name] = partial(part, plan.until(deadline))
+            parts[name] = partial(part, replace(plan, deadline=deadline))
         rows = run_parts(parts, args.json, scale=args.scale)
     if bad := [row for row in rows if row.is_bad]:
         print(f"{len(bad)} of {len(rows)} rows are not as they should be:", file=sys.stderr)

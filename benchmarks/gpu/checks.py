@@ -7,11 +7,11 @@ import json
 import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from scripts.parity import SMALL_MODELS, difference
+from scripts.parity import SMALL_MODELS, difference, update_metrics
 from tandem import distributed
-from tandem.training.metrics.directions import EVALUATION_SECONDS
 
 from ..jobs import TOKENIZER, JobFailed
 from ..launching import free_port
@@ -91,7 +91,7 @@ def processes(plan: Plan) -> Iterator[Row]:
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
         devices = {"PRETEND_DEVICES": "2"} if plan.is_pretend else {"TANDEM_SHARE_GPU": "1"}
         plan.job([*launcher, f"{script}.py", *flags, "--output_dir", str(two)], **devices)
-        losses = max(difference(_lines(two), _lines(one), "loss"))
+        losses = max(difference(update_metrics(two), update_metrics(one), "loss"))
         return bits(script, different_tensors(one, two), {"largest difference of a loss": losses})
 
     yield from plan.rows(attempt, plan.scripts)
@@ -117,11 +117,6 @@ def _digests(run: Path) -> dict[str, str]:
     folders = [*run.glob("model*"), *sorted(run.glob("checkpoints/*"))[-1:]]
     files = [path for folder in folders for path in folder.rglob("*.safetensors")]
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def _lines(run: Path) -> list[dict[str, float]]:
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in metrics if EVALUATION_SECONDS not in line]
 
 
 def waits(plan: Plan) -> Iterator[Row]:
@@ -159,16 +154,14 @@ def zero(plan: Plan) -> Iterator[Row]:
         run = plan.folder / f"zero-{precision}-{kind.replace(' ', '-')}"
         backend_flags = ["--distributed_backend", *kinds[kind].split()] if kind in kinds else []
         plan.job(["train_vae.py", *small, "--precision", precision, *backend_flags, "--output_dir", str(run)])
-        return _lines(run)
+        return update_metrics(run)
+
+    def attempt(precision: str, losses_without: Sequence[dict[str, float]], kind: str) -> Row:
+        name = f"{kind}, {precision}"
+        if "deepspeed" in kinds[kind] and not distributed.available()["deepspeed"]:
+            return Row(name, note="DeepSpeed is not installed")
+        differences = difference(losses(precision, kind), losses_without, "loss")
+        return Row(name, {"first update": differences[0], "largest of 12": max(differences)})
 
     for precision in [name for name in plan.precisions if plan.has_gpu or name in ("fp32", "bf16")]:
-        without = losses(precision, "without")
-
-        def attempt(kind: str, precision: str = precision, without: Sequence[dict[str, float]] = without) -> Row:
-            name = f"{kind}, {precision}"
-            if "deepspeed" in kinds[kind] and not distributed.available()["deepspeed"]:
-                return Row(name, note="DeepSpeed is not installed")
-            differences = difference(losses(precision, kind), without, "loss")
-            return Row(name, {"first update": differences[0], "largest of 12": max(differences)})
-
-        yield from plan.rows(attempt, list(kinds))
+        yield from plan.rows(partial(attempt, precision, losses(precision, "without")), list(kinds))

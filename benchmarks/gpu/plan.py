@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +44,20 @@ class Plan:
         """Whether the GPU is the pretend accelerator of tests/pretend, for a rehearsal."""
         return self.has_gpu and str(torch.accelerator.current_accelerator()) == "pretend"
 
-    def until(self, deadline: float) -> Plan:
-        """The plan of a part."""
-        return replace(self, deadline=deadline)
-
-    def job(
-        self, command: Sequence[str], *, at_most: float = float("inf"), expected: int = 0, **environment: str
-    ) -> None:
-        """Run a process within the time of the part, and within ``at_most`` seconds. ``expected``: its exit code.
+    def job(self, command: Sequence[str], *, expected: int = 0, **environment: str) -> None:
+        """Run a process within the time of the part. ``expected``: its exit code.
 
         Raises:
             NoTime: the time of the part is over.
             JobFailed: the process ended otherwise.
         """
-        with self._time(at_most) as seconds:
+        with self._time() as seconds:
             run([[sys.executable, *command]], {**_environment(), **environment}, seconds, expected)
 
     def measure(
         self, sides: Sequence[str], flags: Sequence[str], script: str, *, updates: int, at_most: float
     ) -> dict[str, dict[str, Any]]:
-        """`jobs.measure` in three rounds of one turn. Raises what `job` raises."""
+        """`jobs.measure` in three rounds of one turn, for at most ``at_most`` seconds. Raises what `job` raises."""
         with self._time(at_most) as seconds:
             return measure(
                 ONE_PROCESS, sides, flags, script=script, threads=1, rounds=3, turns=1, updates=updates, warmup=updates,
@@ -70,7 +65,7 @@ class Plan:
             )  # fmt: skip
 
     @contextmanager
-    def _time(self, at_most: float) -> Iterator[float]:
+    def _time(self, at_most: float = math.inf) -> Iterator[float]:
         """Seconds that a job may take. A job that fails because they are over raises NoTime."""
         start = time.monotonic()
         seconds = min(self.deadline - start, at_most)

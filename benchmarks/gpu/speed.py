@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Iterator
 
 from ..jobs import JobFailed
-from ..references import REFERENCE
+from ..references import REFERENCE, SCRIPT
 from ..report import Row, failure_row
-from ..training import SMALL_MODELS
-from ..worker import SCRIPT
+from ..training import WORKLOADS
 from .plan import NEEDS_A_GPU, Plan
 
 # Models of real size, the scripts' defaults, with batches that keep a GPU busy.
@@ -48,18 +47,19 @@ def speed_row(plan: Plan, script: str, precision: str, option: str = "") -> Row:
         results = plan.measure(sides, flags, script, updates=updates, at_most=at_most)
     except JobFailed as error:
         return failure_row(name, error)
-    speeds = {side: statistics.median(result["samples_per_second"]) for side, result in results.items()}
     values: dict[str, float | str] = {}
-    for side, label in {SCRIPT: "", REFERENCE: "reference's "}.items():
-        if side in results:
-            # Without the start, in which cuDNN tries kernels with much memory.
-            memory = results[side]["memory_bytes"]["updates"] / 2**20
-            values |= {f"{label}samples/s": speeds[side], f"{label}peak MiB": memory}
-    if REFERENCE in results:
+    speeds = {}
+    for side, result in results.items():
+        label = "" if side == SCRIPT else "reference's "
+        speeds[side] = statistics.median(result["samples_per_second"])
+        # Without the start, in which cuDNN tries kernels with much memory.
+        memory = result["memory_bytes"]["updates"] / 2**20
+        values |= {f"{label}samples/s": speeds[side], f"{label}peak MiB": memory}
+    if REFERENCE in speeds:
         values["ratio"] = speeds[SCRIPT] / speeds[REFERENCE]
     return Row(name, values)
 
 
 def model_flags_of(plan: Plan, script: str) -> list[str]:
     """Flags of the model that is measured."""
-    return (SMALL_MODELS[script][0] if plan.is_toy else _MODELS[script]).split()
+    return (WORKLOADS[script][0] if plan.is_toy else _MODELS[script]).split()

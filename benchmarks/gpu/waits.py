@@ -20,7 +20,8 @@ import torch
 
 from tandem.training.run import Run
 
-from .. import worker
+from ..references import REFERENCES
+from ..worker import repeat_batches
 
 # From PyTorch's warning about such a call. A warning without these words says that the warnings are switched on.
 _WAIT = "called a synchronizing"
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """``argv`` holds the flags below and those of the script."""
     # No abbreviations: flags of the scripts may begin like these.
     parser = argparse.ArgumentParser("benchmarks.gpu.waits", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--script", choices=worker.SCRIPTS, required=True)
+    parser.add_argument("--script", choices=REFERENCES, required=True)
     parser.add_argument("--result", type=Path, required=True, help="file to write")
     options, flags = parser.parse_known_args(argv)
     places: collections.Counter[str] = collections.Counter()
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def watch(run: Run, event: str, _: Any) -> None:
         if event == "update" and run.progress.step == 0:
-            worker.decode(run)
+            repeat_batches(run)
         if event == "update" and run.progress.step in (_FIRST, _FIRST + _COUNTED):
             mode = "warn" if run.progress.step == _FIRST else "default"
             torch.get_device_module().set_sync_debug_mode(mode)

@@ -207,7 +207,10 @@ class RunFlags:
         None, "data of the same kind that are all used for validation, instead of --valid_fraction", PATH
     )
     split_seed: int | None = flag(
-        None, "seed that chooses the validation split (default: --seed)", non_negative_int, aliases="random_split_seed"
+        None,
+        "seed that chooses the validation split; default for images: --seed",
+        non_negative_int,
+        aliases="random_split_seed",
     )
     valid_samples: int | None = flag(
         None,

@@ -31,7 +31,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    return Plan(True, False, ["train_vae"], ["fp32"], tmp_path).until(time.monotonic() + 3600)
+    return Plan(True, False, ["train_vae"], ["fp32"], tmp_path, time.monotonic() + 3600)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)

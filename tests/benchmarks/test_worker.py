@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.jobs import ONE_PROCESS, TORCHRUN, Launcher, measure
-from benchmarks.training import SMALL_MODELS
+from benchmarks.training import WORKLOADS
 from tests.scripts import VAE, words
 
 FLAGS = [*words(VAE.tiny), "--image_folder", "demo:shapes:32", "--batch_size", "2"]
@@ -16,7 +16,7 @@ FLAGS = [*words(VAE.tiny), "--image_folder", "demo:shapes:32", "--batch_size", "
 
 @pytest.mark.parametrize("script", ["train_mulan", "train_tokenizer"])  # test_references.py steps all references
 def test_a_script_and_its_reference_take_turns(script: str) -> None:
-    check(ONE_PROCESS, script, SMALL_MODELS[script][0].split(), ["script", "reference"])
+    check(ONE_PROCESS, script, WORKLOADS[script][0].split(), ["script", "reference"])
 
 
 def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str]) -> None:

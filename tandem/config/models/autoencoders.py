@@ -69,7 +69,7 @@ class DiscreteVAEConfig(ModelConfig):
     smooth_l1_loss: bool = flag(False, "smooth L1 loss instead of MSE", title="loss and schedules")
     kl_loss_weight: float = flag(
         0.0,
-        "weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions); with "
+        "weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over both); with "
         "0 the KL is only reported",
         non_negative_float,
     )
