@@ -145,7 +145,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
         validate=autocast(validate), draw=autocast(draw),
-        next_command=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", output),
+        next_command=("encode.py", "--image_folder", data_path(config), "--output", output),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
@@ -179,7 +179,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         run.log(update)
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
-            run.log(discr_grad_norm=discr_update.grad_norm)
+            run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
