@@ -205,18 +205,17 @@ class MuLaNConfig(RecomputingConfig):
             for name in ("heads", "dim_head"):
                 if getattr(self, f"{tower}_{name}") is None:
                     setattr(self, f"{tower}_{name}", getattr(self, name))
+            config = getattr(self, f"{tower}_tower")
+            if config is not None:
+                check_tower(config, AUDIO_KINDS if tower == "audio" else TEXT_KINDS)
+                dim, heads = config["hidden_size"], config["num_attention_heads"]
+                sizes = {"dim": dim, "depth": config["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
+                for name, value in sizes.items():
+                    setattr(self, f"{tower}_{name}", value)
+        if self.text_tower:
+            self.vocab_size = self.text_tower["vocab_size"]
         if self.win_length is None:
             self.win_length = self.n_fft
-        for name in ("audio", "text"):
-            tower = getattr(self, f"{name}_tower")
-            if tower is not None:
-                check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
-                dim, heads = tower["hidden_size"], tower["num_attention_heads"]
-                sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
-                for field, value in sizes.items():
-                    setattr(self, f"{name}_{field}", value)
-                if name == "text":
-                    self.vocab_size = tower["vocab_size"]
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
