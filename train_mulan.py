@@ -40,7 +40,7 @@ PAIRS_SHOWN = 64  # in a picture of similarities
 
 
 @dataclass
-class TrainingFlags:
+class ScriptFlags:
     """Where the weights come from, the loss, and what is measured."""
 
     init_from: str | None = start_flag(
@@ -78,7 +78,7 @@ class TrainingFlags:
 
 
 @dataclass
-class Config(SoundFlags, MuLaNConfig, TrainingFlags, TowerFlags, DecayingOptimizerFlags, RunFlags):
+class Config(SoundFlags, MuLaNConfig, ScriptFlags, TowerFlags, DecayingOptimizerFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/mulan"
@@ -134,7 +134,6 @@ def evaluate(
     processes: ProcessGroup,
 ) -> dict[str, float]:
     """Loss, retrieval in both directions and zero-shot classification over the validation split and all processes."""
-
     quality, losses = training.RetrievalQuality(processes.device), training.Averages("loss", device=processes.device)
     for batch in feed.validation():
         out = embedder.pairs(batch)
@@ -154,7 +153,6 @@ def evaluate(
 
 def draw_matches(embedder: training.Embedder, samples: data.Batch, count: int) -> Image.Image:
     """Spectrograms with the nearest captions, and the similarity of each sound to each caption."""
-
     sounds, texts = embedder.sounds(samples["waveforms"]), embedder.texts(samples["captions"])
     spectrograms = embedder.model.spectrogram(samples["waveforms"][:count])
     matches = training.best_matches(sounds[:count], texts, samples["captions"], samples["all_captions"][:count])
@@ -208,7 +206,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         draw=lambda versions, batch, step: draw_matches(
             make_embedder(training.final_model(versions)), batch, config.num_sounds_shown
         ),
-        next_command=("embed.py", "--audio", data_path(config, "audio_data"), "--output", f"{config.output_dir}/index"),
+        next_command=("embed.py", "--audio", data_path(config), "--output", f"{config.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     with processes.raise_on_all_ranks():

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
 from tandem.config.autoencoder_training import VALIDATION, GANFlags, perceptual_loss_warning
-from tandem.config.converters import FILE, FOLDER
+from tandem.config.converters import FILE
 from tandem.config.data import VideoFlags, data_path
 from tandem.config.fields import flag, given
 from tandem.config.models.autoencoders import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import DecayingOptimizerFlags, RunFlags
+from tandem.config.shared import DecayingOptimizerFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 from tandem.weights.load import init_discriminator, init_model
 
@@ -42,11 +42,8 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd",
 class ScriptFlags:
     """Where the weights come from, the reconstruction loss, and what is measured."""
 
-    init_from: str | None = flag(
-        None,
-        "start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub, "
-        "whose architecture is taken where no flag sets another",
-        FOLDER,
+    init_from: str | None = start_flag(
+        "start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub",
         title="model",
     )
     inflate: bool = flag(
@@ -158,7 +155,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
-        next_command=("encode.py", "--video_folder", data_path(config, "video_folder"), "--output", codes_folder),
+        next_command=("encode.py", "--video_folder", data_path(config), "--output", codes_folder),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
@@ -189,7 +186,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         run.log(update, entropy_loss_weight=weights["entropy"])
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
-            run.log(discr_grad_norm=discr_update.grad_norm)
+            run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

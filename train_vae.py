@@ -87,7 +87,6 @@ def build_parser() -> ArgumentParser:
 
 def build_model(config: Config) -> models.DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
-
     return init_model(models.DiscreteVAE, config)
 
 
@@ -138,7 +137,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         vae, ema, write={"model": models.DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
         validate=autocast(validate), draw=autocast(draw), watch=alarm.check,
-        next_command=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", codes_folder),
+        next_command=("encode.py", "--image_folder", data_path(config), "--output", codes_folder),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 

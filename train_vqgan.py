@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
 from tandem.config.autoencoder_training import VALIDATION, GANFlags, perceptual_loss_warning
-from tandem.config.converters import FILE, FOLDER, epoch_counts, two_fractions
+from tandem.config.converters import FILE, epoch_counts, two_fractions
 from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import QuantizerLossFlags, VQGANConfig
 from tandem.config.models.taming import KL, LatentLossFlags
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import RateFlags, RunFlags
+from tandem.config.shared import RateFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 from tandem.weights.load import init_discriminator, init_model
 
@@ -42,12 +42,10 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid",
 class ScriptFlags:
     """Where the weights come from, the reconstruction loss, Adam and its learning rate, and what is measured."""
 
-    init_from: str | None = flag(
-        None,
+    init_from: str | None = start_flag(
         "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub, a folder of "
-        "diffusers or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or muse-maskgit-pytorch, whose "
-        "architecture is taken where no flag sets another; a file of the last also has the discriminator",
-        FOLDER,
+        "diffusers or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or muse-maskgit-pytorch (which "
+        "also holds the discriminator)",
         title="model",
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
@@ -145,7 +143,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     evaluation = training.Evaluation(
         vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
         validate=autocast(validate), draw=autocast(draw),
-        next_command=("encode.py", "--image_folder", data_path(config, "image_folder"), "--output", output),
+        next_command=("encode.py", "--image_folder", data_path(config), "--output", output),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
@@ -179,7 +177,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         run.log(update)
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
-            run.log(discr_grad_norm=discr_update.grad_norm)
+            run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
 from tandem.commands import script_parser  # noqa: E402
-from tandem.config.converters import format_default  # noqa: E402
+from tandem.config.converters import format_value  # noqa: E402
 from tandem.config.public_names import tables  # noqa: E402
 
 PAGE = ROOT / "docs" / "coming_from.md"
@@ -27,7 +27,8 @@ def table(title: str, script: str) -> list[str]:
     flags = script_parser(script)._option_string_actions
 
     def line(key: str, public_default: str, flag: str, note: str) -> str:
-        here = (f"`--{flag}`", format_default(flags[f"--{flag}"])) if flag else ("", "")
+        action = flags[f"--{flag}"] if flag else None
+        here = (f"`--{flag}`", format_value(action, action.default)) if action else ("", "")
         return "|" + "".join(f" {cell} |" if cell else " |" for cell in (f"`{key}`", public_default, *here, note))
 
     return [*_HEAD, *(line(row.key, row.public_default, row.flag, row.note) for row in tables()[title, script])]

@@ -105,9 +105,9 @@ def start_training(
                 processes.say(line)
             settings = parser.settings(args)
         if resumed is not None:
-            args.init_from, args.resumed = None, resumed
+            args.init_from = None
             settings |= keep_tokenizer(args, resumed)
-        train(parser.to_config(args, {**settings, "init_from": origin}), backend)
+        train(parser.to_config(args, {**settings, "init_from": origin}, resumed), backend)
 
     distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)
 

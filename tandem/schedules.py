@@ -26,9 +26,9 @@ def with_warmup(shape: str, step: int, total_steps: int, peak: float, warmup_ste
     return peak * (lowest + (1 - lowest) * SHAPES[shape](progress))
 
 
-def drop_factor(epoch: float, drop_epochs: Sequence[float] | None, factor: float = 0.1) -> float:
-    """``factor`` to the power of the number of ``drop_epochs`` that have passed."""
-    return float(factor ** sum(epoch >= drop for drop in drop_epochs or ()))
+def drop_factor(epoch: float, drop_epochs: Sequence[float] | None) -> float:
+    """0.1 to the power of the number of ``drop_epochs`` that have passed."""
+    return float(0.1 ** sum(epoch >= drop for drop in drop_epochs or ()))
 
 
 def decay(step: int, start: float, factor: float, every: int = 100) -> float:

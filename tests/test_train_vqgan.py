@@ -76,9 +76,13 @@ def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_whole_besid
         assert parser.settings(args)["gan_weight_scale"] == scale  # a resumed run compares it
 
 
-def test_each_model_has_its_betas(tmp_path: Path) -> None:
-    said = ["--max_steps", "1", "--discr_start_step", "0", "--betas", "0.5,0.9", "--discr_betas", "0.25,0.75"]
-    found = checkpoint(VQGAN.train(tmp_path, *said), 1)
+def test_each_model_has_its_betas_and_its_learning_rate(tmp_path: Path) -> None:
+    said = ["--max_steps", "1", "--discr_start_step", "0", "--betas", "0.5,0.9", "--discr_betas", "0.25,0.75",
+            "--learning_rate", "1e-3", "--discr_learning_rate", "5e-4", "--log_every_n_steps", "1"]  # fmt: skip
+    run = VQGAN.train(tmp_path, *said)
+    line = next(line for line in metrics(run) if "lr" in line)
+    assert (line["lr"], line["discr_lr"]) == (1e-3, 5e-4)
+    found = checkpoint(run, 1)
     for model, betas in (("generator", (0.5, 0.9)), ("discriminator", (0.25, 0.75))):
         start = f"{model}: optimizer/moments/exp_avg/"
         names = [name for name in found if name.startswith(start)]

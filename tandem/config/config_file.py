@@ -12,7 +12,6 @@ from tandem.io.reading import compose_yaml, error_text
 from .converters import choice_error, config_value
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
-_TRUE = {"yes", "true", "on"}
 _CONVERSION_ADVICE = (
     f"`{' '.join(command_of('convert.py'))} config OLD NEW.yaml` makes one of a configuration of taming-transformers, "
     "latent diffusion or DALLE2-pytorch"
@@ -101,7 +100,7 @@ def _convert(node: yaml.Node, action: argparse.Action) -> Any:
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         if node.tag != _BOOL:
             raise ValueError(f"expected true or false, got {_describe(node)}")
-        is_true = node.value.lower() in _TRUE
+        is_true = yaml.SafeLoader.bool_values[node.value.lower()]
         if isinstance(action, argparse.BooleanOptionalAction):
             return is_true
         return action.const if is_true else action.default

@@ -239,11 +239,6 @@ def config_value(action: argparse.Action, value: Any) -> Any:
     return action.type.text(value)
 
 
-def format_default(action: argparse.Action) -> str:
-    """The default of a flag as people write it; "" for none."""
-    return _as_text(action, action.default)
-
-
 def format_flag(action: argparse.Action, value: Any) -> str:
     """A flag with a value as on a command line, such as "--dim 64"; "no --x" if the flag is to be left out."""
     flag = action.option_strings[0]
@@ -251,10 +246,11 @@ def format_flag(action: argparse.Action, value: Any) -> str:
         return f"no {flag}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
-    return f"{flag} {_as_text(action, value)}"
+    return f"{flag} {format_value(action, value)}"
 
 
-def _as_text(action: argparse.Action, value: Any) -> str:
+def format_value(action: argparse.Action, value: Any) -> str:
+    """A value of a flag as on a command line; "" for None."""
     value = config_value(action, value)
     values = value if isinstance(value, list) else [value]
     return "" if value is None else " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in values)

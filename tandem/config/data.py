@@ -74,14 +74,15 @@ class DatasetFlags:
             args.split_by = "shard"
 
 
-def data_path(config: DatasetFlags, data_flag: str) -> str:
+def data_path(config: DatasetFlags) -> str:
     """The path of a run's samples for an example command; a placeholder with --dataset."""
-    return _EXAMPLE_FOLDERS[data_flag] if config.dataset else getattr(config, data_flag)
+    return _EXAMPLE_FOLDERS[config.data_flag] if config.dataset else getattr(config, config.data_flag)
 
 
 def _has_files(args: Any, *folders: str) -> bool:
     """Whether the samples of one of these flags come from files, not from a demonstration."""
-    return any(not (getattr(args, name, None) or "demo:").startswith("demo:") for name in folders)
+    paths = [getattr(args, name, None) for name in folders]
+    return any(path is not None and not path.startswith("demo:") for path in paths)
 
 
 _FROM_FILES = Requirement(

@@ -7,7 +7,6 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from .cascades import CONDITIONED_ON_IMAGE, CONDITIONED_ON_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL_UNETS, per_unet
 from .converters import (
     FILE,
     any_float,
@@ -20,6 +19,7 @@ from .converters import (
     step_count_or_0,
 )
 from .fields import above_0, flag, when
+from .models.decoder import CONDITIONED_ON_IMAGE, CONDITIONED_ON_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL_UNETS, per_unet
 from .shared import start_flag
 
 _BLURRED_CONDITION = (when("lowres_condition", "blur"), SEVERAL_UNETS)

@@ -16,9 +16,9 @@ from tandem.io.reading import printable
 from tandem.io.renamed import FORMER_SETTINGS
 from tandem.io.writing import open_standard_streams
 
-from .converters import choice_error, config_names, config_value, did_you_mean, format_default, format_flag
+from .converters import choice_error, config_names, config_value, did_you_mean, format_flag, format_value
 from .fields import DATA, Flag, Invocation, Requirement, add_flag, flags_of, specs_of
-from .shell import HelpAll, Version, complete, short_help
+from .shell import HelpAll, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
@@ -57,7 +57,7 @@ class HelpFormatter(argparse.HelpFormatter):
         text = action.help or ""
         if any(action.default is hidden for hidden in (None, False, argparse.SUPPRESS)) or "%(default)" in text:
             return text
-        return f"{text} (default: {format_default(action)})"
+        return f"{text} (default: {format_value(action, action.default)})"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -82,8 +82,9 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self._script, self._is_root = prog or self.prog, is_root
-        self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
-        self.add_argument("--version", action=Version, default=argparse.SUPPRESS, help="print the version and exit")
+        version = f"tandem-training {__version__}"
+        self.add_argument("--help_all", action=HelpAll, help="explain every flag and exit")
+        self.add_argument("--version", action="version", version=version, help="print the version and exit")
         #: Names of flags -> the other scripts that have all of them, for the message about an unknown flag.
         self.scripts_with: Callable[[Sequence[str]], list[str]] = lambda names: []
         self._raises = False  # whether `error` raises, because the processes are connected and have to agree
@@ -115,15 +116,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None, *, explain_all: bool = False) -> None:
         """Print the help, a short one if there are many flags, unless `explain_all`."""
-        if self._is_root():
-            text = (None if explain_all else short_help(self)) or self.format_help()
-            docs_note = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
-            self._print_message(text + docs_note, file or sys.stdout)
+        text = (None if explain_all else short_help(self)) or self.format_help()
+        docs_note = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
+        self._print_message(text + docs_note, file or sys.stdout)
 
-    def print_version(self) -> None:
-        """Print the name of the package and its version."""
-        if self._is_root():
-            self._print_message(f"tandem-training {__version__}\n", sys.stdout)
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse, but help and version are printed by the root alone."""
+        if file is sys.stderr or self._is_root():
+            super()._print_message(message, file)
 
     def add_config(self, config: type) -> None:
         """Add a flag for each field of a dataclass (`tandem.config.fields`).
@@ -151,18 +151,18 @@ class ArgumentParser(argparse.ArgumentParser):
         is an error, because the user would take the result for a model of the user's data.
 
         The namespace also holds `explicit`, the dest names that were set in either place (frozenset);
-        `on_command_line`, those set in `argv`; `aliases_used`, for each name in `explicit` the one of the flag's names
-        by which it was set; `script`, the script's file name; `fixed_on_resume`, a copy of the parser's attribute;
-        `config_note`, a line with the path of the file that was read, or None; and `resumed`, None until
-        `launch.start_training` sets it to the settings in config.yaml of a resumed run.
+        `on_command_line`, those set in `argv`; `aliases`, for each name in `explicit` the one of the flag's names by
+        which it was set; `script`, the script's file name; and `config_note`, a line with the path of the file that was
+        read, or None.
 
         An error ends the process through `error`.
         """
         data = [str(self.data_flag), "dataset"]
         if demonstration:
+            demonstration_path = os.path.relpath(os.path.realpath(demonstration), HOME)  # configs/..., in any folder
             self.epilog = (
-                f"Without {' and '.join(f'--{name}' for name in (*data, 'config'))} it runs its demonstration: the "
-                f"flags of {_display_path(demonstration)}, which differ from the defaults above."
+                f"Without --{self.data_flag}, --dataset and --config, it runs its demonstration: the flags of "
+                f"{demonstration_path}, which differ from the defaults above."
             )
         values, aliases = self._parse_command_line(sys.argv[1:] if argv is None else argv)
         on_command_line = frozenset(values)
@@ -177,27 +177,21 @@ class ArgumentParser(argparse.ArgumentParser):
                 )
             values["config"] = os.fspath(demonstration)
             settings, keys = self._read_config_file(values["config"])
-            path = _display_path(demonstration)
-            note = f"demonstration: {path}, because neither --{self.data_flag} nor --config was given"
+            note = f"demonstration: {demonstration_path}, because neither --{self.data_flag} nor --config was given"
         explicit = {**settings, **values}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
-        args.script, args.config_note, args.fixed_on_resume = self._script, note, dict(self.fixed_on_resume)
-        args.aliases_used, args.resumed = {**keys, **aliases}, None
+        args.script, args.config_note, args.aliases = self._script, note, {**keys, **aliases}
         if not getattr(args, "init_from", None):  # with it, `adopt` validates
             self._validate(args)
         return args
 
-    def to_config(self, args: argparse.Namespace, settings: Mapping[str, Any]) -> Any:
-        """The arguments as an instance of the dataclass of the flags, whose `invocation` has these `settings`."""
+    def to_config(
+        self, args: argparse.Namespace, settings: Mapping[str, Any], resumed: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The arguments as an instance of the dataclass of the flags. `settings` and `resumed`: as in `Invocation`."""
         invocation = Invocation(
-            args.script,
-            settings,
-            args.explicit,
-            args.aliases_used,
-            args.fixed_on_resume,
-            args.config_note,
-            args.resumed,
+            args.script, settings, args.explicit, args.aliases, self.fixed_on_resume, args.config_note, resumed
         )
         config = self.config.__new__(self.config)  # without `__post_init__`, which checks the finished model
         vars(config).update({name: getattr(args, name) for name in self._fields}, invocation=invocation)
@@ -235,7 +229,6 @@ class ArgumentParser(argparse.ArgumentParser):
         }
         model_args = argparse.Namespace(**vars(args))  # the arguments, if all values of the model are taken
         model_args.on_command_line = frozenset()  # so that `_validate` refuses no flag as one without effect
-        model_args.fixed_on_resume = dict(args.fixed_on_resume)
         vars(model_args).update(self._convert(model_values, source))
         defaults = {name: getattr(args, name) for name in model_values if name not in args.explicit}
         vars(args).update({name: getattr(model_args, name) for name in defaults})
@@ -307,21 +300,20 @@ class ArgumentParser(argparse.ArgumentParser):
         """Set all but one of some mutually exclusive flags to their ``off_values``. A flag on the command line takes
         precedence over one in the config file, and either over a default; two in the same place are an error."""
         active = [name for name, value in off_values.items() if getattr(args, name) != value]
-        sources = (args.on_command_line, args.explicit, active)
-        winner, *others = next(filter(None, ([name for name in active if name in names] for names in sources)), [None])
-        if others:
-            self.error(f"--{winner} and --{others[0]} exclude one another; give one of them")
-        for name in set(active) - {winner}:
-            setattr(args, name, off_values[name])
+        for names in (args.on_command_line, args.explicit, active):
+            candidates = [name for name in active if name in names]
+            if len(candidates) > 1:
+                self.error(f"--{candidates[0]} and --{candidates[1]} exclude one another; give one of them")
+            if candidates:
+                vars(args).update({name: off_values[name] for name in active if name != candidates[0]})
+                return
 
     def _refuse_unused(self, args: argparse.Namespace, flag: str, requirement: Requirement) -> NoReturn:
-        other = self.data_flag if requirement.flag == DATA else requirement.flag
-        value = getattr(args, str(other))
-        values = value if isinstance(value, list) else [value]
-        value_text = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in values)
-        state = f"without --{other}" if value is None else f"with --{other} {value_text}"
+        other = str(self.data_flag if requirement.flag == DATA else requirement.flag)
+        text = format_value(self._config_flags[other], getattr(args, other))
+        state = f"with --{other} {text}" if text else f"without --{other}"
         advice = f"it out, or give --{other} {requirement.value}" if requirement.value else "out one of the two"
-        self.error(f"--{args.aliases_used.get(flag, flag)} has no effect {state}; leave {advice}")
+        self.error(f"--{args.aliases.get(flag, flag)} has no effect {state}; leave {advice}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.
@@ -389,12 +381,3 @@ class ArgumentParser(argparse.ArgumentParser):
             for name in config_names(action)
             if action.help is not argparse.SUPPRESS or name in FORMER_SETTINGS
         }
-
-
-def _display_path(path: str | os.PathLike[str]) -> str:
-    """A path for messages: relative to the working folder, or to that of configs/ (`find_shipped_file`), if it is below
-    one of them."""
-    relative, shipped_path = os.path.relpath(path), os.path.relpath(path, HOME)
-    if not relative.startswith(".."):
-        return relative
-    return os.fspath(path) if shipped_path.startswith("..") else shipped_path

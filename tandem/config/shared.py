@@ -286,7 +286,7 @@ class RunFlags:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        if args.aliases_used.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
+        if args.aliases.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
             args.epochs = ENDLESS
         if not args.save_every_n_steps and "save_every_minutes" not in args.explicit:
             args.save_every_minutes = 0.0

@@ -71,20 +71,9 @@ def _config_files(prefix: str, **_: Any) -> list[str]:
     return names + [name for name in config_names if name.startswith(prefix) and not os.path.exists(name)]
 
 
-class HelpAll(argparse.Action):
+class HelpAll(argparse._HelpAction):
     """--help_all: explain every flag."""
-
-    def __init__(self, option_strings: list[str], dest: str, **others: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **others)
 
     def __call__(self, parser: Any, *_: Any) -> None:
         parser.print_help(explain_all=True)
-        parser.exit()
-
-
-class Version(HelpAll):
-    """--version: print the version and exit."""
-
-    def __call__(self, parser: Any, *_: Any) -> None:
-        parser.print_version()
         parser.exit()

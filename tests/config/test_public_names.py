@@ -117,5 +117,5 @@ def test_the_base_configuration_of_the_decoder_is_what_an_empty_public_configura
     public, ours = (vars(DECODER.parsed("--config", str(path))) for path in (new, DECODER.configs / "base.yaml"))
     for args in (public, ours):  # each of the two is another way to write the same
         args["cond_dim"], args["num_resnet_blocks"] = args["cond_dim"] or [128], args["num_resnet_blocks"][0][0]
-    by_file = {"config", "explicit", "on_command_line", "aliases_used", "config_note", "split_by"}
+    by_file = {"config", "explicit", "on_command_line", "aliases", "config_note", "split_by"}
     assert {k: v for k, v in ours.items() if k not in by_file} == {k: v for k, v in public.items() if k not in by_file}

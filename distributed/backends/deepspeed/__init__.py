@@ -66,7 +66,8 @@ class DeepSpeedBackend(DDPBackend):
         parser.add_argument("--deepspeed", action="store_true",
             help="use DeepSpeed; the deepspeed launcher passes this flag")
         parser.add_argument("--deepspeed_config", metavar="FILE",
-            help="a DeepSpeed JSON; sets flags that the command line does not set, and must not contradict the others")
+            help="a DeepSpeed JSON; sets flags that neither the command line nor --config sets, and must not "
+            "contradict the others")
         parser.add_argument("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0,
             help="DeepSpeed's ZeRO stage; a --deepspeed_config may set it instead")
         # fmt: on

@@ -4,21 +4,13 @@ flag. Imports no PyTorch, so that `--help` is fast."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.cascades import (
-    CONDITIONED_ON_IMAGE,
-    CONDITIONED_ON_TEXT,
-    ONE_EACH,
-    SAME_FOR_ALL,
-    SEVERAL_UNETS,
-    expand_per_unet,
-    per_unet,
-)
 from tandem.config.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
 from tandem.config.fields import ModelConfig, Requirement, check_whole, flag, when
 
@@ -36,6 +28,46 @@ _CLIP_KEYS = {"name", "weights", "sha256"}
 SCHEDULES = ("cosine", "linear", "sigmoid", "flow")
 OBJECTIVES = ("noise", "x_start", "v", "flow")
 LOWRES_CONDITIONS = ("noise", "blur", "none")
+# Headings in --help.
+ONE_EACH = "diffusion (one value for all Unets, or one for each)"
+SAME_FOR_ALL = "diffusion (the same for all Unets)"
+
+SEVERAL_UNETS = Requirement("image_sizes", "of several Unets", lambda args: len(args.image_sizes) > 1)
+CONDITIONED_ON_IMAGE, CONDITIONED_ON_TEXT = (
+    Requirement("condition_on", f"{kind}, or image,text", when("condition_on", kind).is_met)
+    for kind in ("image", "text")
+)
+
+
+def per_unet(
+    default: Any, help: str, convert: Callable[[str], Any] | None = None, *, first: Any = None, **options: Any
+) -> Any:
+    """A flag that takes one value for all Unets, or one for each. `expand_per_unet` turns the former into the latter.
+
+    Args:
+        first: The value of the first Unet if one value is given for several Unets; None: the same value.
+        options: Further arguments of `flag`.
+    """
+    field = flag(default, help, convert, nargs="+", **options)
+    field.metadata = {**field.metadata, "first": first}
+    return field
+
+
+def expand_per_unet(config_class: type, config_or_args: Any) -> None:
+    """Give each `per_unet` field of a configuration class a list with a value for each Unet, in place. Raises
+    ValueError, in one line, if a field has neither one value nor one for each Unet."""
+    count, sizes_text = len(config_or_args.image_sizes), " ".join(map(str, config_or_args.image_sizes))
+    expected = f"1 or {count}" if count > 1 else "1"
+    for field in dataclasses.fields(config_class):
+        values = getattr(config_or_args, field.name) if "first" in field.metadata else None
+        if values is not None and len(values) not in (1, count):
+            raise ValueError(
+                f"--{field.name} has {len(values)} values for {count} Unets (--image_sizes {sizes_text}): "
+                f"give {expected}"
+            )
+        if values is not None and len(values) < count:
+            first = field.metadata["first"]
+            setattr(config_or_args, field.name, [values[0] if first is None else first, *values * (count - 1)])
 
 
 @dataclass

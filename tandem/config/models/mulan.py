@@ -205,17 +205,17 @@ class MuLaNConfig(RecomputingConfig):
             for name in ("heads", "dim_head"):
                 if getattr(self, f"{tower}_{name}") is None:
                     setattr(self, f"{tower}_{name}", getattr(self, name))
+            config = getattr(self, f"{tower}_tower")
+            if config is not None:
+                check_tower(config, AUDIO_KINDS if tower == "audio" else TEXT_KINDS)
+                dim, heads = config["hidden_size"], config["num_attention_heads"]
+                sizes = {"dim": dim, "depth": config["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
+                for name, value in sizes.items():
+                    setattr(self, f"{tower}_{name}", value)
+        if self.text_tower:
+            self.vocab_size = self.text_tower["vocab_size"]
         if self.win_length is None:
             self.win_length = self.n_fft
-        for name in ("audio", "text"):
-            if isinstance(tower := getattr(self, f"{name}_tower"), Mapping):
-                check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
-                dim, heads = tower["hidden_size"], tower["num_attention_heads"]
-                sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
-                for field, value in sizes.items():
-                    setattr(self, f"{name}_{field}", value)
-                if name == "text":
-                    self.vocab_size = tower["vocab_size"]
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
@@ -273,17 +273,14 @@ class MuLaNConfig(RecomputingConfig):
             raise ValueError(f"init_logit_scale {self.init_logit_scale}: {limit}")
         if not math.isfinite(self.init_bias):
             raise ValueError(f"init_bias {self.init_bias} is not finite")
-        for name, fixed in _MUSICLM_FIXED.items() if self.layout == "musiclm" else ():
-            if (value := getattr(self, name)) != fixed:
-                raise ValueError(f"{name} {value}: layout musiclm has only {fixed}; leave it out")
         text, audio = self.text_tower, self.audio_tower
-        if self.layout == "musiclm" and (text or audio):
-            raise ValueError(f"{'text' if text else 'audio'}_tower is for layout tandem; musiclm has its own towers")
-        for name, tower in (("text_tower", text), ("audio_tower", audio)):
-            if tower is not None and not isinstance(tower, Mapping):
-                raise ValueError(f"{name} {str(tower)[:40]!r} is no configuration of a tower")
-        if not text and not audio:
-            return
+        if self.layout == "musiclm":
+            for name, fixed in _MUSICLM_FIXED.items():
+                if (value := getattr(self, name)) != fixed:
+                    raise ValueError(f"{name} {value}: layout musiclm has only {fixed}; leave it out")
+            if text or audio:
+                name = "text_tower" if text else "audio_tower"
+                raise ValueError(f"{name} is for layout tandem; musiclm has its own towers")
         if text and self.max_text_tokens > (tower_tokens := max_tokens(text)):
             tower_limit = f"the text tower takes up to {tower_tokens} tokens"
             raise ValueError(f"max_text_tokens {self.max_text_tokens}: {tower_limit}; lower it")
