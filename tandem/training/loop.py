@@ -198,7 +198,7 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     start = time.monotonic()
     values = _validate_versions(run, evaluation, "valid")
     if best := evaluation.best:
-        (write, *_) = evaluation.write.values()
+        write = next(iter(evaluation.write.values()))
         with final_weights(evaluation.engine, evaluation.average) as model:
             write_model = partial(run.write_after_heartbeat, "the best model", partial(write, model))
             best.save_if_better(values, run.progress.step, write_model, run.folder.check_is_here)

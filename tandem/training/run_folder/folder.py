@@ -152,7 +152,7 @@ class RunFolder:
         place. On the root."""
         if not self.path.is_dir():
             raise OSError(f"the run folder {self.path} is gone; if it was renamed, rename it back")
-        if holder := other_holder(self.path / ".lock", self._lock):
+        if holder := other_holder(self._lock_file, self._lock):
             raise OSError(f"the run folder {self.path} now belongs to {holder}")
 
     def _open(self, fresh: bool) -> tuple[str | None, int | None]:
