@@ -171,7 +171,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = training.Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
-    ema = training.make_ema(cascade, config.ema_decay, config.ema_power, cascade.parts)
+    ema = training.make_ema(cascade, config.ema_decay, config.ema_power, cascade.prefixes)
     metric = training.final_metric(ema, "loss")
     best = training.BestModel(
         run.folder.path, processes.is_root, metric=metric, lowest=True, broadcast=processes.broadcast_object

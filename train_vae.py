@@ -130,7 +130,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         return training.grid({"original": images, "soft": soft, "hard": hard})
 
     alarm = training.ReconstructionAlarm(
-        remedy="a smaller --kl_loss_weight or --learning_rate", remedy_of_codes="a larger --kl_loss_weight"
+        remedy="a smaller --kl_loss_weight or --learning_rate", codes_remedy="a larger --kl_loss_weight"
     )
     codes_folder = f"{config.output_dir}/codes"
     autocast = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless

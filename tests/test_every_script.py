@@ -304,8 +304,8 @@ def test_a_collapsed_run_is_told_so_once_with_what_to_try_and_one_that_learns_is
     instructions of the CPU."""
     of_run: list[Evaluation] = []
 
-    def watch(run: Run, event: str, evaluations: Any) -> None:
-        of_run.extend(evaluations)
+    def watch(run: Run, event: str, evaluation: Any) -> None:
+        of_run.append(evaluation)
         kill()
 
     for _ in range(2):

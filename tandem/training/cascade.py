@@ -35,7 +35,7 @@ class Cascade:
             yield self._replace_unets(unets)
 
     @property
-    def parts(self) -> list[str]:
+    def prefixes(self) -> list[str]:
         """For each engine, the prefix of the names of the weights that it updates."""
         return [f"unets.{index}." for index in self._engines]
 

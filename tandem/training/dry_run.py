@@ -3,7 +3,6 @@ run."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 import time
@@ -35,9 +34,11 @@ def run_dry(
     total, device = run.progress.total_steps, run.processes.device
     for _ in range(min(_UPDATES, total)):
         kinds.append(operations_key(run.progress.step, batch))
-        with _timed(seconds, device), run.operations.update(kinds[-1]):
+        start = time.monotonic()
+        with run.operations.update(kinds[-1]):
             yield run.progress.step, batch
             batch = run.feed.next()
+        seconds.append(_seconds_since(start, device))
         run.advance()
         if run.stop_requested(now=True):
             raise AskedToStop
@@ -45,15 +46,13 @@ def run_dry(
     action_seconds: dict[str, float] = {}
     # The checkpoint is the last, because its thread would slow down the others.
     for action in sorted(actions, key=lambda action: not action.measures):
-        timing: list[float] = []
-        with _timed(timing, device):
-            action.do()
-            failure = run.checkpoints.save_failure()
-        if failure:
+        start = time.monotonic()
+        action.do()
+        if failure := run.checkpoints.save_failure():
             run.say(failure)
             raise Failed
-        action_seconds[action.name] = timing[0]
-        total_seconds += timing[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
+        action_seconds[action.name] = timing = _seconds_since(start, device)
+        total_seconds += timing * (total // action.every + (total % action.every > 0) if action.every else 1)
     run.feed.report_bad_samples(run.say)
     validated, split = len(run.feed.validated), len(run.feed.valid_set)
     if 0 < validated < split:  # the last validation is followed by one of the whole split
@@ -104,11 +103,8 @@ def _format_flop(number: float) -> str:
     return f"{number / 1000**unit:.3g} {' kMGTP'[unit]}FLOP"
 
 
-@contextlib.contextmanager
-def _timed(seconds: list[float], device: torch.device) -> Iterator[None]:
-    """Context that appends the seconds that it takes, those of the device included, to a list."""
-    start = time.monotonic()
-    yield
+def _seconds_since(start: float, device: torch.device) -> float:
+    """Seconds from `start` (`time.monotonic`) until the device has done the work that it has been given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    seconds.append(time.monotonic() - start)
+    return time.monotonic() - start

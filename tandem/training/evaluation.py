@@ -39,8 +39,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How one model of a run is validated, how a picture of its results is made, and how it is written to files. A run
-    has one Evaluation for each such model.
+    """How the model of a run is validated, how a picture of its results is made, and how it is written to files.
 
     `validate` and `draw` run without gradients.
 
@@ -55,7 +54,6 @@ class Evaluation:
         write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
             The first one also writes best/. The model is that of `ema.final_weights`.
         best: Saves the model of the best validation; None: it is not saved.
-        name: Distinguishes the metrics and pictures of several models; "" for one.
         picture_name: The picture's name in the trackers.
         next_command: A command that uses the model, for the last line of the run: the script and its flags besides
             --model, which names the first path of `write`; empty: none.
@@ -71,7 +69,6 @@ class Evaluation:
     draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
     write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
     best: BestModel | None = None
-    name: str = ""
     picture_name: str = "reconstructions"
     next_command: Sequence[str] = ()
     watch: Callable[[int, Mapping[str, Any]], Sequence[str]] = lambda step, line: ()

@@ -53,7 +53,8 @@ def collect_synchronously(updates: Callable[P, Iterator[tuple[int, Any]]]) -> Ca
 @collect_synchronously
 def updates(
     run: Run,
-    *evaluations: Evaluation,
+    evaluation: Evaluation,
+    *,
     preview: int,
     extra_actions: Sequence[Action] = (),
     update_kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
@@ -74,11 +75,10 @@ def updates(
         AskedToStop: after a stop request, for which the run is saved.
         Failed: the last checkpoint or model cannot be written.
     """
-    run.notify("start", evaluations)
-    for evaluation in evaluations:
-        if evaluation.best:
-            evaluation.best.catch_up(run.progress.step, run.previous_evaluation)
-            run.say(evaluation.best.failure)
+    run.notify("start", evaluation)
+    if evaluation.best:
+        evaluation.best.catch_up(run.progress.step, run.previous_evaluation)
+        run.say(evaluation.best.failure)
     if run.is_complete:
         run.close()
         return
@@ -98,14 +98,14 @@ def updates(
         return update_kind(step, batch), *shapes
 
     feed.check_stop_request = check_stop_request
-    all_actions = actions(run, evaluations, samples, extra_actions)
+    all_actions = actions(run, evaluation, samples, extra_actions)
     try:
         if run.config.dry_run:
             yield from run_dry(run, all_actions, batch, operations_key)
             return
         if run.progress.step and not run.previous_evaluation:  # an earlier start may have ended before its evaluation
             with run.clock.paused():
-                _evaluate(run, evaluations, [action for action in _due(run, all_actions) if action.measures])
+                _evaluate(run, evaluation, [action for action in _due(run, all_actions) if action.measures])
         while not run.progress.finished:
             run.notify("update", batch)
             step = run.progress.step
@@ -113,29 +113,27 @@ def updates(
                 yield step, batch
             run.advance()
             run.notify("updated", batch)
-            _finish_update(run, evaluations, all_actions)
+            _finish_update(run, evaluation, all_actions)
             if not run.progress.finished:
                 batch = feed.next()
     except AskedToStop:
         run.save_and_stop()
-    run.finish(evaluations)
+    run.finish(evaluation)
 
 
-def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, extra_actions: Sequence[Action]) -> list[Action]:
+def actions(run: Run, evaluation: Evaluation, samples: Any, extra_actions: Sequence[Action]) -> list[Action]:
     """The actions of a run, in their order. The save comes first, because a validation may take longer than a scheduler
     waits."""
     config = run.config
-    validation = Action(
-        "validation", config.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True
-    )
+    validation = Action("validation", config.validate_every_n_steps, partial(_validate, run, evaluation), measures=True)
     return [
         Action("checkpoint", config.save_every_n_steps, run.save, is_requested=lambda: run.is_save_due),
         *([validation, *extra_actions] if len(run.feed.valid_set) else []),
-        Action("pictures", config.sample_every_n_steps, partial(_draw, run, evaluations, samples), measures=True),
+        Action("pictures", config.sample_every_n_steps, partial(_draw, run, evaluation, samples), measures=True),
     ]
 
 
-def _finish_update(run: Run, evaluations: Sequence[Evaluation], all_actions: Sequence[Action]) -> None:
+def _finish_update(run: Run, evaluation: Evaluation, all_actions: Sequence[Action]) -> None:
     """Write the line of metrics of the newest update, and do the actions that are due.
 
     Raises:
@@ -151,20 +149,20 @@ def _finish_update(run: Run, evaluations: Sequence[Evaluation], all_actions: Seq
             run.feed.report_bad_samples(run.say)
         if line:
             run.write_line(line)
-            _warn(run, evaluations, line)
+            _warn(run, evaluation, line)
         if must_stop:
             raise AskedToStop
         for action in due_actions:
             if not action.measures:
                 action.do()
-        _evaluate(run, evaluations, measuring)
+        _evaluate(run, evaluation, measuring)
 
 
 def _due(run: Run, all_actions: Sequence[Action]) -> list[Action]:
     return [action for action in all_actions if run.progress.due(action.every) or action.is_requested()]
 
 
-def _evaluate(run: Run, evaluations: Sequence[Evaluation], measuring: Sequence[Action]) -> None:
+def _evaluate(run: Run, evaluation: Evaluation, measuring: Sequence[Action]) -> None:
     """Do the `measuring` actions after the newest update, then write one line of their values. The next start takes the
     line as the sign that none of them is missing."""
     if not measuring:
@@ -174,42 +172,33 @@ def _evaluate(run: Run, evaluations: Sequence[Evaluation], measuring: Sequence[A
         values |= action.do() or {}
     run.feed.report_bad_samples(run.say)
     run.write_evaluation(values, time.monotonic() - start)
-    _warn(run, evaluations, values)
+    _warn(run, evaluation, values)
 
 
-def _warn(run: Run, evaluations: Sequence[Evaluation], metrics: Mapping[str, Any]) -> None:
-    for evaluation in evaluations:
-        for warning in evaluation.watch(run.progress.step, metrics):
-            run.say(warning)
+def _warn(run: Run, evaluation: Evaluation, metrics: Mapping[str, Any]) -> None:
+    for warning in evaluation.watch(run.progress.step, metrics):
+        run.say(warning)
 
 
-def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
-    for evaluation in evaluations:
-        run.feed.check_stop_request()
-        with ExitStack() as stack, torch.no_grad():
-            contexts = {"online": evaluation.engine.full_weights, **evaluation.average.averages()}
-            models = {name: stack.enter_context(gather()) for name, gather in contexts.items()}
-            if run.is_root or evaluation.is_collective_draw:
-                sample = evaluation.draw(models, samples, run.progress.step - 1)
-                if run.is_root:
-                    run.log_sample(evaluation.picture_name, sample, evaluation.name)
-
-
-def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    with run.clock.validating() as share:
-        values = {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
-    if not run.progress.finished:  # the last validation may have more samples
-        run.report_validation_share(share())
-    return values
+def _draw(run: Run, evaluation: Evaluation, samples: Any) -> None:
+    run.feed.check_stop_request()
+    with ExitStack() as stack, torch.no_grad():
+        contexts = {"online": evaluation.engine.full_weights, **evaluation.average.averages()}
+        models = {name: stack.enter_context(gather()) for name, gather in contexts.items()}
+        if run.is_root or evaluation.is_collective_draw:
+            sample = evaluation.draw(models, samples, run.progress.step - 1)
+            if run.is_root:
+                run.log_sample(evaluation.picture_name, sample)
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     """Validate the trained weights and their averages, and save the best model. Returns all values by name: "valid/..."
     of the same samples each time, and at the end of the run "valid_whole/..." of the whole validation split, if that
     has more samples."""
+    start = time.monotonic()
     values = _validate_versions(run, evaluation, "valid")
     if best := evaluation.best:
-        (write, *_) = evaluation.write.values()
+        write = next(iter(evaluation.write.values()))
         with final_weights(evaluation.engine, evaluation.average) as model:
             write_model = partial(run.write_after_heartbeat, "the best model", partial(write, model))
             best.save_if_better(values, run.progress.step, write_model, run.folder.check_is_here)
@@ -218,15 +207,15 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
         run.feed.sees_whole_split = True
         values |= _validate_versions(run, evaluation, "valid_whole")
         run.feed.sees_whole_split = False
+    run.end_validation(start)
     return values
 
 
 def _validate_versions(run: Run, evaluation: Evaluation, prefix: str) -> dict[str, float]:
     """Validate the trained weights and their averages. Returns the numbers by name, and logs the pictures."""
     values: dict[str, float] = {}
-    base = "/".join(filter(None, [prefix, evaluation.name]))
-    averages = {f"{base}/{name}": gather for name, gather in evaluation.average.averages().items()}
-    for version, gather in {base: evaluation.engine.full_weights, **averages}.items():
+    averages = {f"{prefix}/{name}": gather for name, gather in evaluation.average.averages().items()}
+    for version, gather in {prefix: evaluation.engine.full_weights, **averages}.items():
         with gather() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
             for name, value in evaluation.validate(model, run.progress.step - 1).items():
                 if isinstance(value, Image.Image):

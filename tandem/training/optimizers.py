@@ -1,7 +1,6 @@
 """AdamW or Lion, with weight decay of matrices only."""
 
 import re
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -41,33 +40,20 @@ def make_optimizer(
     optimizer: Any = Lion(groups, lr=lr, betas=betas)
     update = optimizer.update_fn
 
-    def update_scaled(weight: Tensor, gradient: Tensor, moment: Tensor, *settings: float) -> None:
+    def update_unless_skipped(weight: Tensor, gradient: Tensor, moment: Tensor, *settings: float) -> None:
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         gradient = gradient if grad_scale is None else gradient / grad_scale
-        update_unless(found_inf, update, weight, gradient, moment, *settings)
+        if found_inf is None or found_inf.device.type == "cpu":
+            if not found_inf:
+                update(weight, gradient, moment, *settings)
+            return
+        # The host would wait for the device to read `found_inf`: update, then restore if it is not 0.
+        previous = weight.clone(), moment.clone()
+        update(weight, gradient, moment, *settings)
+        for tensor, old in zip((weight, moment), previous, strict=True):
+            tensor.copy_(torch.where(found_inf.bool(), old, tensor))
 
-    optimizer.update_fn = update_scaled
+    optimizer.update_fn = update_unless_skipped
     # As the fused AdamW does, it takes `grad_scale` and `found_inf` from the engine.
     optimizer._step_supports_amp_scaling = True
     return cast(torch.optim.Optimizer, optimizer)
-
-
-@torch.no_grad()
-def update_unless(
-    found_inf: Tensor | None,
-    update: Callable[..., None],
-    weight: Tensor,
-    gradient: Tensor,
-    moment: Tensor,
-    *settings: float,
-) -> None:
-    """``update(weight, gradient, moment, *settings)``, in place; if ``found_inf`` (0-d) is not 0, weight and moment
-    stay as they are. The host reads ``found_inf`` only on a CPU: elsewhere it would wait for the device."""
-    if found_inf is None or found_inf.device.type == "cpu":
-        if found_inf is None or not bool(found_inf):
-            update(weight, gradient, moment, *settings)
-        return
-    previous = weight.clone(), moment.clone()
-    update(weight, gradient, moment, *settings)
-    for tensor, old in zip((weight, moment), previous, strict=True):
-        tensor.copy_(torch.where(found_inf.bool(), old, tensor))

@@ -143,7 +143,7 @@ class Run:
     def watched(cls, watch: Callable[[Run, str, Any], object]) -> Iterator[None]:
         """Context in which the loop calls `watch` with the run, the name of an event and its subject:
 
-            "start"       the evaluations, before the first batch is loaded
+            "start"       the `Evaluation`, before the first batch is loaded
             "update"      the batch of update `progress.step` (from 0), which is about to be made
             "updated"     the same batch, when that update is made and counted, before anything that follows it
             "evaluation"  None, between the steps of validations and pictures, before the check for a stop request
@@ -166,7 +166,7 @@ class Run:
     @property
     def is_line_due(self) -> bool:
         """Whether a line of metrics follows the update that is being made."""
-        return self._metrics.due
+        return self._metrics.is_line_due
 
     @property
     def is_root(self) -> bool:
@@ -191,7 +191,7 @@ class Run:
         }
         self._parts = {**own_parts, **parts}
         messages: list[str | None] = []
-        latest, written_by = self._restore(messages.append)
+        latest, meta = self._restore(messages.append)
         self._resumed_step = self.progress.step
         changed_flags = self._record_start()
         self.display = ProgressDisplay(
@@ -209,7 +209,7 @@ class Run:
             messages.append(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
             messages.append(f"resumed from {latest}")
-            messages += describe_changes(written_by, self.backend.describe())
+            messages += describe_changes(meta, self.backend.describe())
             for name, (old, new) in changed_flags.items():
                 messages.append(f"--{name} was {format_setting(old)} and is now {format_setting(new)}")
         if self.is_complete:
@@ -223,9 +223,9 @@ class Run:
 
     def _restore(self, warn: Callable[[str], object]) -> tuple[Path | None, Mapping[str, Any]]:
         """Restore the parts, and the evaluation after their update, from the newest checkpoint. `warn` takes texts
-        about damaged checkpoints. Return the checkpoint's path, and what its backend said of itself. Collective."""
+        about damaged checkpoints. Return the checkpoint's path and meta (`read_checkpoint`). Collective."""
         processes, invocation = self.processes, self.config.invocation
-        latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, warn)
+        latest, states, meta = self.checkpoints.load_newest(self.folder, self._parts, warn)
         with processes.raise_on_all_ranks():
             if latest and processes.is_root:
                 self.folder.check_config(invocation.settings, invocation.fixed_on_resume, invocation.explicit)
@@ -242,7 +242,7 @@ class Run:
         with processes.raise_on_all_ranks():
             self.previous_evaluation = self._read_evaluation()
         self.previous_evaluation = processes.broadcast_object(self.previous_evaluation)
-        return latest, written_by
+        return latest, meta
 
     def _record_start(self) -> dict[str, list[Any]]:
         """On the root, write this start and its flags into the folder, and remove what a killed start made after the
@@ -314,7 +314,7 @@ class Run:
         """Write the values of validations and pictures after the newest update, which took `seconds`, as a line of its
         own."""
         faults = {"bad_samples": self.feed.bad_samples.count}
-        self._log({**values, **faults, EVALUATION_SECONDS: round(seconds, 3), **self.clock.now()})
+        self._log({**values, **faults, EVALUATION_SECONDS: round(seconds, 3), **self.clock.timestamp()})
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
         progress = self.progress
@@ -327,16 +327,16 @@ class Run:
         """Log a picture to the trackers."""
         self.tracker.log_image(self.progress.step, name, image)
 
-    def log_sample(self, name: str, sample: Image.Image | Sample, model: str = "") -> None:
-        """Write a picture and its further files to samples/, and log the picture by name to the trackers. On the root.
-        `model` is the name of one of several models."""
+    def log_sample(self, name: str, sample: Image.Image | Sample) -> None:
+        """Write a picture and its further files to samples/, and log the picture by name to the trackers. On the
+        root."""
         sample = sample if isinstance(sample, Sample) else Sample(sample)
         try:
             for ending, content in {"png": to_png(sample.picture), **sample.files}.items():
-                self.folder.write_sample(self.progress.step, content, model, ending)
+                self.folder.write_sample(self.progress.step, content, ending)
         except OSError as error:
             self.say(f"cannot write the picture of update {self.progress.step}: {error_text(error)}")
-        self.log_image("/".join(filter(None, [model, name])), sample.picture)
+        self.log_image(name, sample.picture)
 
     def check_clock(self) -> None:
         """Find out by the root's clock whether a save is due and whether the run ends with the next update. Collective
@@ -380,9 +380,11 @@ class Run:
         for line in self.checkpoints.messages(at_end=at_end):
             self.say(line)
 
-    def report_validation_share(self, share: float) -> None:
-        """Print once that a validation took more than a tenth of the time since the one before (`Clock.validating`)."""
-        if share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
+    def end_validation(self, start: float) -> None:
+        """Record the end of a validation that began at `start` (`time.monotonic`). Print once that one took more than a
+        tenth of the time since the one before; the last one does not count, because it may have more samples."""
+        share = self.clock.end_validation(start)
+        if not self.progress.finished and share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
             self._has_reported_validations = True
             self.say(
                 f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
@@ -416,23 +418,22 @@ class Run:
         self.close()
         raise AskedToStop
 
-    def finish(self, evaluations: Sequence[Evaluation]) -> None:
+    def finish(self, evaluation: Evaluation) -> None:
         """Write the final models, on the root, and `close`. Raises Failed if one cannot be written; the next start
         tries again."""
-        for evaluation in evaluations:
-            with final_weights(evaluation.engine, evaluation.average) as model:
-                for name, write in evaluation.write.items():
-                    path = self.folder.path / name
-                    if self.is_root:
-                        try:
-                            self.folder.check_is_here()
-                            self.write_after_heartbeat(path.name, partial(write, model), path)
-                        except OSError as error:
-                            self._write_failure = " ".join(str(error).split())
-                    if self.processes.broadcast_object(self._write_failure):
-                        self.close()  # raises Failed
-                    self._models.append(str(path))
-        self.close(evaluations[0].next_command)
+        with final_weights(evaluation.engine, evaluation.average) as model:
+            for name, write in evaluation.write.items():
+                path = self.folder.path / name
+                if self.is_root:
+                    try:
+                        self.folder.check_is_here()
+                        self.write_after_heartbeat(path.name, partial(write, model), path)
+                    except OSError as error:
+                        self._write_failure = " ".join(str(error).split())
+                if self.processes.broadcast_object(self._write_failure):
+                    self.close()  # raises Failed
+                self._models.append(str(path))
+        self.close(evaluation.next_command)
 
     def write_after_heartbeat(self, label: str, write: Callable[[Path], None], path: Path) -> None:
         """Send a heartbeat, then call `write(path)`, which may take long and sends none itself. On the root."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tandem.distributed import Backend, ProcessGroup, UserMistake
 from tandem.distributed.collectives import Communicator
 from tandem.distributed.engines.base import Engine
+from tandem.distributed.engines.optimizer_state import copy_to_cpu
 from tandem.training.checkpoint.snapshot import Snapshot
 from tandem.training.ema import make_ema
 
@@ -256,10 +257,10 @@ def average(backend: Backend) -> dict[str, Any]:
             expected[name] = (
                 expected[name].lerp(weight, 1 - min(0.9, (1 + update) / (10 + update))) if is_averaged else weight
             )
-    saved = ema.state_dict()
+    saved = copy_to_cpu(ema.state_dict())
     other.load_state_dict(saved)
     with other.averages()["ema"]() as averaged:
-        found = [saved["weights"], dict(averaged.state_dict()), other.state_dict()["weights"]]
+        found = [saved["weights"], dict(averaged.state_dict()), copy_to_cpu(other.state_dict())["weights"]]
         numbers = sum(parameter.numel() for parameter in averaged.parameters())
         rows = sum(parameter[0].numel() for parameter in averaged.parameters())
     same = [

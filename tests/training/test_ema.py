@@ -98,14 +98,14 @@ def test_skipped_updates_leave_the_average_and_its_count_as_they_are(kind):
 def test_an_update_that_one_of_two_parts_skipped_is_one_of_the_other_alone(kind):
     """As the averages of two models: what both were given alone is in both."""
     weights, parts = Whole(Model(0.0)), ("layer.", "norm.")
-    both = make_ema(weights, **kind, parts=parts)
+    both = make_ema(weights, **kind, prefixes=parts)
     alone = {part: make_ema(weights, **kind) for part in parts}
     for value, *skipped in ((1.0, True, False), (2.0, False, False), (3.0, False, True), (4.0, True, True)):
         weights.module = Model(value)
         both.update(*map(torch.tensor, skipped))
         for average, is_skipped in zip(alone.values(), skipped, strict=True):
             average.update(torch.tensor(is_skipped))
-    again = make_ema(weights, **kind, parts=parts)
+    again = make_ema(weights, **kind, prefixes=parts)
     again.load_state_dict(both.state_dict())
     state = again.state_dict()
     assert state["updates"] == {"layer.": 2, "norm.": 2}

@@ -47,8 +47,9 @@ class EMAFiles:
         """
         for part, state in states.items():
             counts = state.get("updates")
-            unet_counts = counts.values() if isinstance(counts, dict) else [counts]
-            for length in state.get("powers", ()) if any(unet_counts) else ():  # 0 if all were skipped so far
+            if not any(counts.values() if isinstance(counts, dict) else [counts]):
+                continue  # no average, or all updates were skipped so far
+            for length in state.get("powers", ()):
                 prefix = f"powers/{length}/weights/"
                 weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
                 self.folder.mkdir(exist_ok=True)

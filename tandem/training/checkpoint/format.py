@@ -61,8 +61,8 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], 
 
 
 def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tree], dict[str, Any]]:
-    """The parts of a checkpoint by name, with tensors on the CPU, and its meta: what `Backend.describe` said of the
-    processes that wrote it. No code from the files is executed. Tuples become lists.
+    """The parts of a checkpoint by name, with tensors on the CPU, and its meta: `Backend.describe` of the processes
+    that wrote it. No code from the files is executed. Tuples become lists.
 
     The tensors are memory-mapped: all processes of a machine share one read of a file, and one copy in memory. With
     `verify`, all files are read first and compared with their checksums.
@@ -91,8 +91,8 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
         raise damage_error(folder, f"{type(error).__name__}: {error}") from None
 
 
-def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: None) -> None:
-    """Read every file of a checkpoint and compare it with SHA256SUMS. `on_progress` is called with a text that names
+def check_sums(folder: Path, heartbeat: Callable[[str], None] = lambda phase: None) -> None:
+    """Read every file of a checkpoint and compare it with SHA256SUMS. `heartbeat` is called with a text that names
     the file, several times for a long one.
 
     Raises:
@@ -101,10 +101,10 @@ def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: 
     sums = _read_sums(folder)
     names = {STATE, *sums} | {file.name for file in folder.glob("*.safetensors")}
     for name in sorted(names):
-        on_progress(f"checking {name}")
+        heartbeat(f"checking {name}")
         try:
             path = checkpoint_file(folder, name)
-            checksum = _sha256(path, on_progress) if _has_full_length(path) else ""
+            checksum = _sha256(path, heartbeat) if _has_full_length(path) else ""
         except (OSError, ValueError) as error:
             raise damage_error(folder / name, error_text(error)) from None
         if sums.get(name) != checksum:
@@ -144,12 +144,12 @@ def _has_full_length(path: Path) -> bool:
             return False
 
 
-def _sha256(path: Path, on_progress: Callable[[str], None] = lambda phase: None) -> str:
+def _sha256(path: Path, heartbeat: Callable[[str], None] = lambda phase: None) -> str:
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-            on_progress(f"checking {path.name}")
+            heartbeat(f"checking {path.name}")
     return digest.hexdigest()
 
 

@@ -33,8 +33,8 @@ WriteExtra = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tre
 class Stateful(Protocol):
     """A part of a checkpoint. Both methods are called on every process, `load_state_dict` inside `raise_on_all_ranks`.
 
-    If a part has `live_state()`, that is called instead of `state_dict()`. It need not copy: its tensors may be those
-    that the next update changes, and in the place of a tensor there may be a function that returns it.
+    `state_dict` need not copy: its tensors may be those that the next update changes, and in the place of a tensor
+    there may be a function that returns it. If a part has `live_state()`, as an engine, that is called instead.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -76,7 +76,6 @@ class Checkpoints:
         self._reported_names: set[str] = set()  # names that were in `undeleted` before
         self._protected_names: set[str] = set()  # checkpoints that could not be deleted and that no save tries again
         self._buffers = CopyBuffers()
-        self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
 
     def prepare(self, parts: Mapping[str, Tree]) -> None:
@@ -112,12 +111,17 @@ class Checkpoints:
         snapshot = Snapshot(parts, buffers=self._buffers, keep=is_needed)
         if not is_needed:
             return
-        self._snapshot, self.failure = snapshot, None
+        self.failure = None
         state = {"step": step, "meta": json.loads(json.dumps(meta)), "parts": snapshot.values}
+
+        def wait_for_copy() -> None:
+            self._processes.heartbeat("copying the state for a checkpoint")
+            snapshot.wait()
+
         # Not a daemon thread: the interpreter then waits for the write, however the main thread ends.
         self._thread = threading.Thread(target=self._write, args=(step, snapshot, state, write_extra), name=WRITER)
         self._thread.start()
-        self._processes.before_update(self._wait_for_copy)
+        self._processes.before_update(wait_for_copy)
 
     def wait(self) -> None:
         """Return when the last save is on the disk or has failed. Collective."""
@@ -241,11 +245,6 @@ class Checkpoints:
 
     def _step_path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
-
-    def _wait_for_copy(self) -> None:
-        if self._snapshot is not None:
-            self._processes.heartbeat("copying the state for a checkpoint")
-            self._snapshot.wait()
 
     def join(self) -> None:
         """Wait for this process's write, which may set `failure`."""

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,9 +91,9 @@ class Clock:
         until = time.monotonic() if self._paused_since is None else self._paused_since
         rate = (samples - self._lap_samples) / max(until - self._lap, 1e-9)
         self._lap, self._lap_samples = until, samples
-        return {"samples_per_second": round(rate, 3), **self.now()}
+        return {"samples_per_second": round(rate, 3), **self.timestamp()}
 
-    def now(self) -> dict[str, Any]:
+    def timestamp(self) -> dict[str, Any]:
         """Seconds of all starts, and the time of day."""
         return {"seconds": round(self.seconds, 3), "time": now()}
 
@@ -107,16 +107,13 @@ class Clock:
         self._lap += time.monotonic() - start
         self._waits_before = {name: seconds - new_waits[name] for name, seconds in self._processes.waited.items()}
 
-    @contextmanager
-    def validating(self) -> Iterator[Callable[[], float]]:
-        """Context for a validation. It yields a function that afterwards returns the share of the validation in the
-        time since the end of the previous one; 0 for the first of a start, in which loaders begin and kernels are
-        chosen."""
-        start, previous_end, share = time.monotonic(), self._validated_at, 0.0
-        yield lambda: share
-        self._validated_at = time.monotonic()
-        if previous_end is not None:
-            share = (self._validated_at - start) / max(self._validated_at - previous_end, 1e-9)
+    def end_validation(self, start: float) -> float:
+        """Record the end of a validation that began at `start` (`time.monotonic`). Returns its share in the time since
+        the end of the previous one; 0 for the first of a start, in which loaders begin and kernels are chosen."""
+        previous_end, self._validated_at = self._validated_at, time.monotonic()
+        if previous_end is None:
+            return 0.0
+        return (self._validated_at - start) / max(self._validated_at - previous_end, 1e-9)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

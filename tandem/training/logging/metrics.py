@@ -51,22 +51,22 @@ class Metrics:
         self._values: dict[str, Any] = {}
 
     @property
-    def due(self) -> bool:
+    def is_line_due(self) -> bool:
         """Whether a line follows the update that is being made."""
         return self._progress.due(self._every, ahead=1)
 
     @property
     def are_codes_due(self) -> bool:
         """Whether `log_codes` needs the codes of the update that is being made."""
-        return self.due or self._histogram_due
+        return self.is_line_due or self._is_histogram_due
 
     @property
-    def _histogram_due(self) -> bool:
+    def _is_histogram_due(self) -> bool:
         return self._draw_codes_every is not None and self._progress.due(self._draw_codes_every, ahead=1)
 
     def add(self, **losses: Tensor) -> None:
         """Record losses (0-d) of a micro-batch: the line has their means over all micro-batches and processes."""
-        if self.due:
+        if self.is_line_due:
             for name, loss in losses.items():
                 # fp64: the same sum however the batch is spread over processes and micro-batches.
                 share = double(loss.detach()) / self._grad_accum_steps
@@ -75,7 +75,7 @@ class Metrics:
     def log(self, update: Update | None = None, /, **values: Any) -> None:
         """Record the result of an engine's step and other values of this update: numbers or 0-d tensors, equal on all
         processes. Tensors are read only if a line follows."""
-        if self.due:
+        if self.is_line_due:
             step_values = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
             self._values |= {**values, **step_values}
 
@@ -85,7 +85,7 @@ class Metrics:
         if self.are_codes_due:
             counts = count_codes(codes, num_codes, self._processes.sum)
             self.log(**code_statistics(counts))
-            if self._histogram_due and self._processes.is_root:
+            if self._is_histogram_due and self._processes.is_root:
                 self._histogram = code_histogram(counts)
 
     def pictures(self) -> Iterator[tuple[str, Image.Image]]:

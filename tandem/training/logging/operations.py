@@ -49,7 +49,6 @@ _PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]]
 
 
 MAX_KINDS = 32
-_LATER_KINDS = object()
 
 
 def peak_flops(name: str | None, precision: str) -> float | None:
@@ -114,16 +113,16 @@ class Operations:
     @contextmanager
     def update(self, kind: Hashable) -> Iterator[None]:
         """Context for an update."""
-        if kind not in self._updates and len(self._updates) >= MAX_KINDS:
-            kind = _LATER_KINDS
+        is_tracked = kind in self._updates or len(self._updates) < MAX_KINDS
         number = self._updates[kind]
-        if kind is _LATER_KINDS or self._is_unknown or number > 1 or (self._is_compiled and number == 0):
+        if not is_tracked or self._is_unknown or number > 1 or (self._is_compiled and number == 0):
             yield
         else:
             with FlopCounter() as counter:
                 yield
             self._flops[kind] = counter.flops
-        self._updates[kind] += 1
+        if is_tracked:
+            self._updates[kind] += 1
         self._since_line[kind] += 1
 
     def flops_of(self, kind: Hashable) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from tandem.io.installed import missing_package
@@ -213,8 +214,6 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
-        import numpy as np
-
         self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
         if "counts" in image.info:
             self._writer.add_histogram(f"{name}_histogram", _expand_counts(image), step, max_bins=_MOST_BINS)
@@ -274,10 +273,8 @@ class WandbTracker:
 
     def close(self, models: Mapping[str, Path]) -> None:
         for alias, path in models.items():
-            metadata = {
-                "config": self._config
-            }  # in one entry: wandb allows a hundred, and a script may have more flags
-            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=metadata)
+            # One entry of metadata: wandb allows a hundred, and a script may have more flags.
+            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"config": self._config})
             artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
             self._run.log_artifact(artifact, aliases=[alias])
         self._run.finish()
@@ -285,8 +282,6 @@ class WandbTracker:
 
 def _expand_counts(histogram: Image.Image) -> Any:
     """The codes of a `code_histogram`, each as often as it was used: int64 (sum of the counts,)."""
-    import numpy as np
-
     counts = histogram.info["counts"]
     return np.repeat(np.arange(len(counts)), counts)
 

@@ -104,17 +104,18 @@ class Contrastive:
         dtype = torch.float64 if audio.dtype == torch.float64 else torch.float32
         audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
         with torch.autocast(audio.device.type, enabled=False):
-            sizes = self._gather_sizes(audio, is_even)
-            if not self.is_replicated:
-                return self._compute_result(self._processes, sizes, audio, text, scale, bias, caption_ids)
-            pairs, captions, own_rows = _gather_pairs(self._processes, sizes, audio, text, caption_ids)
-            result = self._compute_result(
-                _SINGLE_PROCESS, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions
-            )
-            return result._replace(
-                audio_gradient=result.audio_gradient.index_select(0, own_rows),
-                text_gradient=result.text_gradient.index_select(0, own_rows),
-            )
+            processes, sizes, own_rows = self._processes, self._gather_sizes(audio, is_even), None
+            if self.is_replicated:
+                pairs, caption_ids, own_rows = _gather_pairs(processes, sizes, audio, text, caption_ids)
+                processes, sizes, audio, text = _SINGLE_PROCESS, [len(pairs)], pairs[:, 0], pairs[:, 1]
+            compute = self._compute_sigmoid if self.kind == "sigmoid" else self._compute_rows
+            n_pairs, sums, *gradients = compute(processes, sizes, audio, text, scale, bias, caption_ids)
+            if own_rows is not None:
+                gradients = [gradient.index_select(0, own_rows) for gradient in gradients]
+            variances = [1 - (total / n_pairs).square().sum() for total in (sums.audio, sums.text)]
+            gradients += [sums.scale_gradient, sums.bias_gradient]
+            values = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed_loss * len(scale))
+            return ContrastiveResult(*(tensor.to(dtype) for tensor in values))
 
     def metrics(self, result: ContrastiveResult) -> dict[str, Tensor]:
         """The metrics of a result by name; the bias only if the loss uses it."""
@@ -131,17 +132,6 @@ class Contrastive:
             return [len(audio)] * processes.world_size
         own_size = torch.full((1,), len(audio), device=audio.device)
         return list(processes.gather(own_size, [1] * processes.world_size).tolist())
-
-    def _compute_result(
-        self, processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
-        caption_ids: Tensor,
-    ) -> ContrastiveResult:  # fmt: skip
-        compute = self._compute_sigmoid if self.kind == "sigmoid" else self._compute_rows
-        n_pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
-        variances = [1 - (total / n_pairs).square().sum() for total in (sums.audio, sums.text)]
-        gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
-        values = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed_loss * len(scale))
-        return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in values))
 
     def _compute_rows(
         self, processes: ProcessGroup, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,

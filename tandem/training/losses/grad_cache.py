@@ -48,7 +48,7 @@ class GradCache:
         if engine.grad_accum_steps > 1 or contrastive.is_replicated:
             with torch.no_grad(), recomputation():
                 outputs = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
-            self._result = self._compare([out for out, _ in outputs], [captions for _, captions in outputs])
+            self._result = self._compare(outputs)
 
     @property
     def result(self) -> ContrastiveResult:
@@ -61,7 +61,7 @@ class GradCache:
         these embeddings. The gradients of scale and bias are those of the whole batch: only the root's first
         micro-batch gets them."""
         if self._result is None:
-            self._result = self._compare([out], [caption_ids])
+            self._result = self._compare([(out, caption_ids)])
         result, rows = self._result, slice(self._next_row, self._next_row + len(out.audio))
         is_first = self._is_root and self._next_row == 0
         self._next_row = rows.stop
@@ -74,8 +74,10 @@ class GradCache:
         # The value must be that of the loss, because the engine skips the update if it is not finite.
         return surrogate + (result.loss - surrogate).detach()
 
-    def _compare(self, outs: Sequence[Any], captions: list[Tensor]) -> ContrastiveResult:
-        """The loss of the outputs of all micro-batches, and its gradients with respect to their embeddings."""
+    def _compare(self, outputs: Sequence[tuple[Any, Tensor]]) -> ContrastiveResult:
+        """The loss of the outputs of all micro-batches, each with its caption ids, and its gradients with respect to
+        their embeddings."""
+        outs, captions = zip(*outputs, strict=True)
         audio, text = torch.cat([out.audio for out in outs]), torch.cat([out.text for out in outs])
         # A training batch is split evenly over the processes.
         return self._contrastive.value_and_gradients(

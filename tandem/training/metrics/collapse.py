@@ -67,15 +67,15 @@ class ReconstructionAlarm:
 
     Args:
         remedy: The advice if reconstructions are alike or poor and there is no discriminator.
-        remedy_of_codes: The advice if only a few codes are used.
+        codes_remedy: The advice if only a few codes are used.
     """
 
     def __init__(
         self,
         remedy: str = "a higher or a lower --learning_rate",
-        remedy_of_codes: str = "another --quantizer, a larger --entropy_loss_weight or a smaller --learning_rate",
+        codes_remedy: str = "another --quantizer, a larger --entropy_loss_weight or a smaller --learning_rate",
     ) -> None:
-        self._remedy, self._codes_remedy = remedy, remedy_of_codes
+        self._remedy, self._codes_remedy = remedy, codes_remedy
         self._step, self._updates, self._rate, self._sum_of_rates = 0, 0, 0.0, 0.0
         self._first_psnr, self._best_psnr, self._has_discriminator = math.nan, -math.inf, False
         self._codes_metric, self._most_codes = "valid/codes_used", 0.0

@@ -17,6 +17,7 @@ scores are computed in chunks, and ties count against the query.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,8 +97,7 @@ class RetrievalQuality:
         """
         corpus = self._gather_corpus(processes)
         if corpus is None:
-            empty = torch.empty(0, 3, dtype=torch.float64)
-            text_to_audio = audio_to_text = _summarize(empty, [])
+            text_to_audio = audio_to_text = _summarize(torch.empty(0, 3), [])
         else:
             audio, text, clip_pairs = corpus
             text_pairs = _sort_pairs(clip_pairs.candidates, clip_pairs.queries)
@@ -190,16 +190,16 @@ def _sort_pairs(queries: Tensor, candidates: Tensor) -> Pairs:
 
 
 def _rank_all(
-    queries: Tensor, candidates: Tensor, pairs: Pairs, processes: ProcessGroup, on_progress: Callable[[], None]
+    queries: Tensor, candidates: Tensor, pairs: Pairs, processes: ProcessGroup, heartbeat: Callable[[], None]
 ) -> Tensor:
-    """`_rank_candidates` of all queries (q, 3), on the CPU. Each process computes a part; it calls `on_progress` before
-    each chunk, to show that it is alive. Collective."""
+    """`_rank_candidates` of all queries (q, 3), on the CPU. Each process computes a part; it calls `heartbeat` before
+    each chunk. Collective."""
     rank, world_size = processes.rank, processes.world_size
     start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
     chunk = max(1, _SCORES_AT_A_TIME // len(candidates))
     results = [queries.new_empty(0, 3)]
     for first in range(start, end, chunk):
-        on_progress()
+        heartbeat()
         stop = min(first + chunk, end)
         bounds = torch.searchsorted(pairs.queries, torch.tensor([first, stop], device=queries.device)).tolist()
         own_pairs = slice(*bounds)
@@ -237,10 +237,9 @@ def _summarize(results: Tensor, counts: Sequence[int]) -> dict[str, float]:
     if not rows:
         return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)
     ranks, precisions, chances = zip(*rows, strict=True)
-    ordered, middle = sorted(ranks), len(ranks) // 2
     return {
         **{f"r{k}": sum(rank <= k for rank in ranks) / len(ranks) for k in _RECALLS},
-        "median_rank": (ordered[middle] + ordered[-1 - middle]) / 2,
-        "map10": math.fsum(precisions) / len(rows),
-        "chance_r1": math.fsum(chances) / len(rows),
+        "median_rank": statistics.median(ranks),
+        "map10": statistics.fmean(precisions),
+        "chance_r1": statistics.fmean(chances),
     }

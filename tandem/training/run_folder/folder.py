@@ -65,12 +65,11 @@ class RunFolder:
         #: Whether this process can read the root's folder, from which each process resumes.
         self.is_seen = os.path.exists(self._lock_file)
 
-    def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
-        """Write a picture or film of a step, on the root; `name` distinguishes several models. Raises OSError."""
+    def write_sample(self, step: int, content: bytes, ending: str) -> None:
+        """Write a picture or film of a step, on the root. Raises OSError."""
         self.check_is_here()
         self.samples_dir.mkdir(exist_ok=True)
-        file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
-        write_atomically(self.samples_dir / f"{file_name}.{ending}", content)
+        write_atomically(self.samples_dir / f"step_{step:08d}.{ending}", content)
 
     def check_script(self, script: str) -> None:
         """Raise ValueError, in one line, if the folder holds the run of another script. On the root."""
@@ -93,7 +92,7 @@ class RunFolder:
         Raises:
             ValueError: one line that names the flags that differ, with both values.
         """
-        saved = _read_resumed_config(self.path)
+        saved = _read_config(self.path)
         old, new = _fill_split_seed(saved), _fill_split_seed(config)
         changed = [
             name
@@ -119,7 +118,7 @@ class RunFolder:
         import yaml  # not at the top: the scripts import this file before they answer --help
 
         old: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(ValueError):
             old = _read_config(self.path)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         new = yaml.safe_load(text)  # in which tuples have become lists
@@ -153,7 +152,7 @@ class RunFolder:
         place. On the root."""
         if not self.path.is_dir():
             raise OSError(f"the run folder {self.path} is gone; if it was renamed, rename it back")
-        if holder := other_holder(self.path / ".lock", self._lock):
+        if holder := other_holder(self._lock_file, self._lock):
             raise OSError(f"the run folder {self.path} now belongs to {holder}")
 
     def _open(self, fresh: bool) -> tuple[str | None, int | None]:
@@ -187,7 +186,7 @@ class RunFolder:
 
     def _holds_run(self) -> bool:
         """Whether the folder holds files that only a run writes: names such as config.yaml are common."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(ValueError):
             if _read_config(self.path).keys() >= _RUN_CONFIG_KEYS:
                 return True
         has_start = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
@@ -213,7 +212,7 @@ def read_config_to_resume(args: argparse.Namespace, processes: ProcessGroup) -> 
             is_ours = not begins_anew and script_of(folder) in (None, args.script)
             is_resuming = is_ours and processes.is_root and latest_checkpoint(folder / "checkpoints") is not None
         if is_resuming:
-            config = json.loads(json.dumps(_read_resumed_config(folder), default=str))
+            config = json.loads(json.dumps(_read_config(folder), default=str))
     resumed: dict[str, Any] | None = processes.broadcast_object(config)
     with processes.raise_on_all_ranks():
         if resumed is not None and not os.path.exists(folder / "config.yaml"):
@@ -222,16 +221,13 @@ def read_config_to_resume(args: argparse.Namespace, processes: ProcessGroup) -> 
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    saved = read_yaml(folder / "config.yaml")
-    return rename_settings(saved) if isinstance(saved, dict) else {}
-
-
-def _read_resumed_config(folder: Path) -> dict[str, Any]:
-    """config.yaml of a run that is resumed. Raises ValueError, in one line, if it cannot be read."""
+    """The settings in config.yaml of a run, by their present names. Raises ValueError, in one line, if it cannot be
+    read."""
+    path = folder / "config.yaml"
     try:
-        return _read_config(folder)
+        saved = read_yaml(path)
+        return rename_settings(saved) if isinstance(saved, dict) else {}
     except (OSError, ValueError) as error:
-        path = folder / "config.yaml"
         raise ValueError(
             f"cannot resume: {path}: {error_text(error)}; restore it, or start over with --fresh"
         ) from None

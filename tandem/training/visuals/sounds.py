@@ -43,8 +43,8 @@ def best_matches(
         captions: Texts of the captions (m). Of several equal texts only the first is a candidate.
         relevant: The captions of each clip (n).
     """
-    # For each distinct caption, the row where it occurs first.
-    rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
+    # For each distinct caption, the row where it occurs first: it is the last that enters the dictionary.
+    rows = sorted({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())
     scores = (double(audio.detach()) @ double(text[rows].detach()).T).cpu()
     lists = []
     for own_captions, clip_scores in zip(relevant, scores, strict=True):

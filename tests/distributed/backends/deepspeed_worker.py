@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tandem import distributed
 from tandem.distributed import Backend, UserMistake
 from tandem.distributed.engines.base import Engine
+from tandem.distributed.engines.optimizer_state import copy_to_cpu
 from tandem.training.ema import make_ema
 from tests.processes import parsed
 
@@ -116,7 +117,7 @@ def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) 
     continued = train(second, range(UPDATES // 2, UPDATES), config)
     averages = make_ema(whole, 0.0, [0.1])
     averages.update()
-    average, weights = averages.state_dict()["powers"]["0.1"]["weights"], whole.state_dict()["weights"]
+    average, weights = copy_to_cpu(averages.state_dict())["powers"]["0.1"]["weights"], whole.state_dict()["weights"]
     return {
         **record,
         "continued": continued,

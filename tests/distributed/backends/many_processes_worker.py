@@ -87,7 +87,7 @@ def measure(processes: int, stage: int, bucket: int) -> dict[str, Any]:
         for phase, act in {
             "averages": averages.update,
             "checkpoint": lambda: fetch(engine.live_state()),
-            "checkpoint of averages": lambda: fetch(averages.live_state()),
+            "checkpoint of averages": lambda: fetch(averages.state_dict()),
         }.items():
             counts.clear()
             act()

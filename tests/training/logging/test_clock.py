@@ -39,9 +39,9 @@ def test_the_share_of_a_validation_is_that_of_the_time_since_the_one_before(monk
     watch = Clock(Process())
     for training, validating in ((50.0, 20.0), (9.0, 1.0), (4.0, 1.0), (0.0, 0.0)):
         now[0] += training
-        with watch.validating() as share:
-            now[0] += validating
-        shares.append(share())
+        start = now[0]
+        now[0] += validating
+        shares.append(watch.end_validation(start))
     assert shares == [0.0, 0.1, 0.2, 0.0]
 
 
