@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,12 +134,14 @@ class HeartbeatMonitor:
         prefix = f"{waiting_count} {verb} waited for {_WAITING_TICKS * TICK_SECONDS:g} s for "
         return self._name_ranks(prefix, lambda state: state in busy)
 
-    def _name_ranks(self, prefix: str, is_named: Callable[[_RankState], bool]) -> str:
-        return prefix + _join_first(
-            f"rank {rank} {state.position}{': ' if state.end_error else ''}{state.end_error or ''}"
+    def _name_ranks(self, prefix: str, is_named: Callable[[_RankState], bool], verb: str = "") -> str:
+        entries = [
+            f"rank {rank} {verb}{state.position}{': ' if state.end_error else ''}{state.end_error or ''}"
             for rank, state in enumerate(self._ranks)
             if is_named(state)
-        )
+        ]
+        more = [f"and {len(entries) - _MAX_NAMED_RANKS} more ranks"] if len(entries) > _MAX_NAMED_RANKS else []
+        return prefix + "; ".join([*entries[:_MAX_NAMED_RANKS], *more])
 
     def _is_silent(self, state: _RankState, ticks: int = SILENT_TICKS) -> bool:
         return not state.has_left and self.now - state.answered_at > ticks
@@ -158,27 +160,18 @@ class HeartbeatMonitor:
 
     def _find_stalled(self) -> str | None:
         """A verdict on the ranks that made no progress for the whole timeout and hold up the others, or None."""
-        stalled = [rank for rank, state in enumerate(self._ranks) if self._is_stalled(state, self._timeout_ticks)]
-        silent = [rank for rank in stalled if self._is_silent(self._ranks[rank], _STALLED_SILENT_TICKS)]
+        stalled = [state for state in self._ranks if self._is_stalled(state, self._timeout_ticks)]
+        silent = [state for state in stalled if self._is_silent(state, _STALLED_SILENT_TICKS)]
         # A rank that waits in a collective is not the cause while another rank is stalled outside of collectives.
-        busy = [rank for rank in stalled if not self._ranks[rank].heartbeat.get("collective")]
+        busy = [state for state in stalled if not state.heartbeat.get("collective")]
         culprits = silent or busy
         if not culprits and len(stalled) == len(self._ranks):
             lowest_update = min(state.heartbeat["update"] for state in self._ranks)
-            culprits = [rank for rank in stalled if self._ranks[rank].heartbeat["update"] == lowest_update]
+            culprits = [state for state in stalled if state.heartbeat["update"] == lowest_update]
         if not culprits:
             return None
-        culprit_text = _join_first(
-            "rank {} stands at update {update} ({phase})".format(rank, **self._ranks[rank].heartbeat)
-            for rank in culprits
-        )
-        return f"no progress for {counted(self._timeout_ticks * TICK_SECONDS / 60, 'minute')}: {culprit_text}"
-
-
-def _join_first(descriptions: Iterable[str]) -> str:
-    entries = list(descriptions)
-    more = [f"and {len(entries) - _MAX_NAMED_RANKS} more ranks"] if len(entries) > _MAX_NAMED_RANKS else []
-    return "; ".join([*entries[:_MAX_NAMED_RANKS], *more])
+        prefix = f"no progress for {counted(self._timeout_ticks * TICK_SECONDS / 60, 'minute')}: "
+        return self._name_ranks(prefix, lambda state: state in culprits, "stands ")
 
 
 @dataclass

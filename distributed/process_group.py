@@ -36,6 +36,9 @@ class ProcessGroup:
         is_restart: Whether the launcher started these processes again after some had failed.
         comm: The communicator of the collectives.
         stop: The agreement to stop, whose flag an engine may send along with its gradients.
+        heartbeat: `Watchdog.heartbeat`, which reports that this process begins a phase; engines and collectives report
+            theirs.
+        waited: `Watchdog.waited`.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ProcessGroup:
         self.rank, self.local_rank, self.world_size = comm.rank, launch.local_rank, comm.world_size
         self.is_restart, self.device, self.comm = is_restart, device, comm
         self.watchdog = signals.watchdog = Watchdog(comm, launch, timeout_minutes)
+        self.heartbeat, self.waited = self.watchdog.heartbeat, self.watchdog.waited
         self.stop = StopRequest(comm, signals.received)
         self._signals = signals
         self._before_update: list[Callable[[], None]] = []
@@ -62,9 +66,9 @@ class ProcessGroup:
 
     @contextmanager
     def _in_collective(self, phase: str) -> Iterator[None]:
-        self.watchdog.heartbeat(phase, collective=True)
+        self.heartbeat(phase, collective=True)
         yield
-        self.watchdog.heartbeat("computing")
+        self.heartbeat("computing")
 
     def sum(self, value: Any) -> Any:
         """Sum over the processes: of a tensor (on the device; returns a tensor), or of a dict of numbers and 0-d
@@ -136,33 +140,11 @@ class ProcessGroup:
         if self.is_root:
             print(printable(text), file=file, flush=True)
 
-    def heartbeat(
-        self, phase: str, *, is_uninterrupted: bool = False, update: int | None = None, collective: bool = False,
-        gathers: bool = False,
-    ) -> None:  # fmt: skip
-        """Report to the watchdog that this process begins ``phase``; engines and collectives report theirs.
-
-        Args:
-            is_uninterrupted: The phase, such as a user's function or a write, contains no call of this method. It may
-                take any time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends
-                after the timeout.
-            update, collective, gathers: Of engines, see `Watchdog.heartbeat`.
-        """
-        self.watchdog.heartbeat(
-            phase, update=update, collective=collective, gathers=gathers, is_uninterrupted=is_uninterrupted
-        )
-
-    @property
-    def waited(self) -> Mapping[str, float]:
-        """Seconds that this process has waited so far, by cause: "data", and "communication" (on a GPU only the waits
-        of the host; the device has its own)."""
-        return self.watchdog.waited
-
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
         """Context of the phase "waiting for ``what``". A ValueError or CannotGoOn inside, on this process alone, ends
         the job: this process prints the reason, the others print which process they lost."""
-        self.watchdog.heartbeat(f"waiting for {what}", waits_for_data=True)
+        self.heartbeat(f"waiting for {what}", waits_for_data=True)
         try:
             yield
         except (ValueError, CannotGoOn) as error:

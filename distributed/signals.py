@@ -157,15 +157,15 @@ class Signals:
             exit_process(INTERRUPTED, at_once=True)
         # torchrun and horovodrun send SIGTERM if a process is lost, too: then nothing can be saved.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
-        if self._can_save and self._is_root and not self._has_announced and not self._is_explained(patience):
+        if self._can_save and self._is_root and not self._has_announced and not self._has_verdict(patience):
             self._announce_once(number)
 
-    def _is_explained(self, seconds: float = _VERDICT_SECONDS) -> bool:
+    def _has_verdict(self, seconds: float = _VERDICT_SECONDS) -> bool:
         """Whether the watchdog has a verdict, now or within so many seconds."""
         return self.watchdog is not None and self.watchdog.wait_for_verdict(seconds)
 
     def _end_before_saving(self, reason: str) -> None:
-        if self._is_explained() or self._can_save:
+        if self._has_verdict() or self._can_save:
             return
         if self._is_root:
             say(f"{reason}: stopped before there was anything to save; the same command starts again")

@@ -197,15 +197,13 @@ def _wait_for_store(launch: Launch, timeout: timedelta) -> None:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     # A busy machine may refuse a connection for a moment, and another one may be slow to start.
     start_time, has_reported = time.monotonic(), False
-    deadline = start_time + (
-        _MAX_TRIES_WITH_TORCHRUN * TRY_SECONDS if is_store_in_torchrun else timeout.total_seconds()
-    )
+    limit = _MAX_TRIES_WITH_TORCHRUN * TRY_SECONDS if is_store_in_torchrun else timeout.total_seconds()
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=TRY_SECONDS).close()
             return
         except OSError as error:
-            if time.monotonic() > deadline:
+            if time.monotonic() > start_time + limit:
                 cause = "torchrun has ended"
                 if not is_store_in_torchrun:
                     cause = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"

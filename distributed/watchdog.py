@@ -57,7 +57,7 @@ class Watchdog:
         self._rank, self._world_size = comm.rank, comm.world_size
         self._timeout_ticks = timeout_minutes * 60 / TICK_SECONDS
         self._heartbeat = _Heartbeat()
-        #: Seconds that this process has waited, by cause.
+        #: Seconds that this process has waited so far, by cause; communication on a GPU: only the waits of the host.
         self.waited = {"data": 0.0, "communication": 0.0}
         self._wait_kind: str | None = None
         self._loads_since, self._has_reported_loading = math.inf, False
@@ -81,10 +81,17 @@ class Watchdog:
         self, phase: str, *, update: int | None = None, collective: bool = False, waits_for_data: bool = False,
         gathers: bool = False, is_uninterrupted: bool = False,
     ) -> None:  # fmt: skip
-        """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase.
-        With ``gathers`` it may wait too, but rarely, so the time counts as computing. With ``is_uninterrupted`` the
-        main thread calls `heartbeat` only after the phase, and its use of the processor counts as progress: a main
-        thread that waits for a broken disk uses none."""
+        """Record that the main thread begins ``phase``.
+
+        Args:
+            update: Number of the present update; None: as before.
+            collective: The main thread may wait for other processes in this phase.
+            waits_for_data: The main thread waits for data.
+            gathers: The main thread may wait for other processes, but rarely, so the time counts as computing.
+            is_uninterrupted: The phase, such as a user's function or a write, contains no call of this method. It may
+                take any time while it uses the processor now and then; if it hangs, as on a broken disk, the job ends
+                after the timeout.
+        """
         now = time.monotonic()
         if self._wait_kind:
             self.waited[self._wait_kind] += now - self._phase_start
@@ -103,12 +110,10 @@ class Watchdog:
 
     def report_loading(self) -> None:
         """Print once that no data has come for 10 s. Called by another thread now and then."""
-        if time.monotonic() > self._loads_since + _REPORT_SECONDS:
-            self._loads_since = math.inf
-            if not self._has_reported_loading:
-                self._has_reported_loading = True
-                wait_text = f"has waited for data from its loader processes for {_REPORT_SECONDS:g} s"
-                say(f"rank {self._rank} {wait_text}", unbuffered=True)
+        if not self._has_reported_loading and time.monotonic() > self._loads_since + _REPORT_SECONDS:
+            self._has_reported_loading = True
+            wait_text = f"has waited for data from its loader processes for {_REPORT_SECONDS:g} s"
+            say(f"rank {self._rank} {wait_text}", unbuffered=True)
 
     def barrier(self) -> None:
         """Return when every process has called this. There is no time limit as long as the others make progress.
@@ -190,12 +195,11 @@ class Watchdog:
         exit_process(FAILED, at_once=True)
 
     def _connect(self, comm: Communicator, launch: Launch) -> socket.socket:
-        own_host = socket.gethostname()
         machines = comm.gather_objects(_machine_id())
         endpoint, connection, problem = None, None, None
         try:
             if self._rank == 0:
-                host = own_host if launch.master_port is None else launch.master_address
+                host = socket.gethostname() if launch.master_port is None else launch.master_address
                 is_one_machine = len(set(machines)) == 1
                 self._server = HeartbeatServer(
                     "127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks,

@@ -82,13 +82,10 @@ class DeepSpeedBackend(DDPBackend):
 
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         os.environ.setdefault("DS_ACCELERATOR", accelerator.type if accelerator else "cpu")
-        os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
         import deepspeed
-        from deepspeed.utils import logger
 
         from . import engine  # noqa: F401  (imported now, so that an unsuitable version fails first)
 
-        logger.setLevel("WARNING")
         # Not needed: this extension for inference on CPUs would compile for minutes at the first start on a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.options.precision == "fp16" and accelerator is None:

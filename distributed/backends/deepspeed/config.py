@@ -8,7 +8,6 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from tandem.distributed.base import Options
@@ -56,7 +55,7 @@ def read_config(path: str) -> dict[str, Any]:
         UserMistake: missing, unreadable, not JSON, not an object, or a key is given twice.
     """
     try:
-        hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _refuse_constant, "parse_float": _finite_float}
+        hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _finite_float, "parse_float": _finite_float}
         config = parse_json(read_bytes(find_shipped_file(path), _MAX_BYTES), **hooks)
     except OSError as error:
         raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
@@ -229,7 +228,7 @@ def check_batch_parts(config: dict[str, Any], precision: str, path: str) -> None
 
 def complete_config(
     config: dict[str, Any], options: Options, *, zero_stage: int, max_grad_norm: float, learning_rate: float,
-    sizes: Sequence[int], on_cpu: bool, auto: Mapping[str, Any] = MappingProxyType({}),
+    sizes: Sequence[int], on_cpu: bool, auto: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The whole configuration that DeepSpeed gets. It contains no ``auto``, and sets options explicitly whose defaults
     have changed between versions of DeepSpeed.
@@ -323,18 +322,14 @@ def _replace_autos(value: Any, auto: Mapping[str, Any], path: str = "") -> Any:
         children = {key: _replace_autos(child, auto, f"{path}.{key}".lstrip(".")) for key, child in value.items()}
         return {key: child for key, child in children.items() if child != AUTO}
     if isinstance(value, list):
-        # The dot is for a path that `auto` has not: its values are for no entry of a list.
-        return [_replace_autos(child, auto, f"{path}.") for child in value if child != AUTO]
+        return [_replace_autos(child, {}) for child in value if child != AUTO]  # `auto` has no entries of lists
     return auto.get(path, AUTO) if value == AUTO else value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"JSON has no number {name}")
-
-
 def _finite_float(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {text[:40]} is too large")
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value
 
 

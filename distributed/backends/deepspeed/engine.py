@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import torch
@@ -45,10 +45,6 @@ from tandem.io.installed import how_to_install
 
 from .config import AUTO, complete_config, one_line_refusals
 
-if TYPE_CHECKING:
-    from tandem.distributed.base import Options
-    from tandem.distributed.process_group import ProcessGroup
-
 # Attributes of DeepSpeed that this module uses, most of them private: of the package, of the engine, and of its
 # optimizer by ZeRO stage. Another version may name them differently.
 CLASS_INTERNALS = (
@@ -80,14 +76,13 @@ class ZeroEngine(Engine):
     """The configuration with DeepSpeed's defaults."""
 
     def __init__(
-        self, processes: ProcessGroup, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-        zero_stage: int, config: dict[str, Any], config_path: str | None, warmup_steps: int,
-        total_updates: int | None, name: str, max_grad_norm: float | None,
+        self, *args: Any, zero_stage: int, config: dict[str, Any], config_path: str | None, warmup_steps: int,
+        total_updates: int | None, **kwargs: Any,
     ) -> None:  # fmt: skip
         self._stage, self.is_sharded = zero_stage, zero_stage == 3
         self._config, self._config_path = config, config_path
         self._warmup_steps, self._total_updates = warmup_steps, total_updates
-        super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+        super().__init__(*args, **kwargs)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         processes = self._processes
@@ -151,12 +146,14 @@ class ZeroEngine(Engine):
         optimizer, the warm-up of the flags from 0 over at most half of the run, and the run's number of updates."""
         group, updates = optimizer.param_groups[0], self._total_updates
         optimizer_values: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay") if name in group}
-        optimizer_values |= {"betas": list(group["betas"])} if "betas" in group else {}
         optimizer_values["eps"] = group.get("eps", 1e-8)  # PyTorch's default, for an optimizer without eps
+        if "betas" in group:
+            optimizer_values["betas"] = list(group["betas"])
         warmup = self._warmup_steps if updates is None else min(self._warmup_steps, updates // 2)
         warmup = max(warmup, 1)  # the least that DeepSpeed takes
         scheduler_values: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
-        scheduler_values |= {} if updates is None else {"total_num_steps": updates}
+        if updates is not None:
+            scheduler_values["total_num_steps"] = updates
         return {
             f"{section}.params.{name}": value
             for section, values in (("optimizer", optimizer_values), ("scheduler", scheduler_values))
@@ -256,17 +253,16 @@ class ZeroEngine(Engine):
             yield
 
     def local_shards(self) -> dict[str, Tensor]:
-        if self._stage == 3:
-            return {name: self._fp32_slice(tensor) for name, tensor in self._state_tensors().items()}
         if not self._lacks_weights:
             return super().local_shards()
-        return {name: self._read_weight(name, tensor) for name, tensor in self._state_tensors().items()}
+        return {name: self._local_shard(tensor) for name, tensor in self._state_tensors().items()}
 
-    def _fp32_slice(self, tensor: Any) -> Tensor:
-        """This process's fp32 slice of a parameter; a buffer is whole."""
-        if not isinstance(tensor, nn.Parameter):
-            return _to_fp32(tensor)
-        if not tensor.requires_grad:
+    def _local_shard(self, tensor: Any) -> Tensor:
+        """In fp32: at ZeRO 3 this process's slice of a weight, else the whole weight; a buffer is whole."""
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        if self._stage < 3 or not isinstance(tensor, nn.Parameter):
+            return _to_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
+        if not is_trained:
             local: Tensor = tensor.ds_tensor  # type: ignore[attr-defined]
             return local.detach().to(tensor.device, torch.float32)  # offloaded weights lie on the CPU
         if self._zero.offload_optimizer:
@@ -292,11 +288,8 @@ class ZeroEngine(Engine):
         return _local_slice(parameter, full)
 
     def _read_weight(self, name: str, tensor: Tensor) -> Tensor:
-        """A full fp32 weight; a persistent buffer as it is."""
-        if self._stage == 3:
-            return self.unshard(name, self._fp32_slice(tensor))
-        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        return _to_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
+        """A whole weight or buffer, in fp32."""
+        return self.unshard(name, self._local_shard(tensor))
 
     def _read_state(self) -> dict[str, Any]:
         weights = live_weights(self.module)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,6 @@ _SMALL_BLOCK_DIVISOR = 100  # blocks below 1/100 of the model are sharded togeth
 _LARGE_BLOCK_SIZE = 2**20  # ... unless they have this many weights
 _END_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
 
-if TYPE_CHECKING:
-    from tandem.distributed.base import Options
-    from tandem.distributed.process_group import ProcessGroup
-
 
 class FSDPEngine(ReplicatedEngine):
     """A process holds a shard of each weight, gradient and moment, and whole weights only while a block computes."""
@@ -53,13 +49,10 @@ class FSDPEngine(ReplicatedEngine):
     blocks: list[str]
     """Names of the blocks whose weights are gathered one block at a time."""
 
-    def __init__(
-        self, processes: ProcessGroup, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-        offload: bool, reshard_after_forward: bool, name: str, max_grad_norm: float | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, *args: Any, offload: bool, reshard_after_forward: bool, **kwargs: Any) -> None:
         self._offload, self._reshard_after_forward = offload, reshard_after_forward
         self._is_kept_unsharded = False
-        super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+        super().__init__(*args, **kwargs)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         processes, options = self._processes, self._options
@@ -116,7 +109,6 @@ class FSDPEngine(ReplicatedEngine):
             shard(block, reshard_after_forward=self._reshard_after_forward, mp_policy=block_policy)
         # Weights outside of blocks stay fp32: codebooks, temperatures and latents are fp32 under autocast, too.
         shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False))
-        self._root = model
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._fsdp_modules:
             module.set_gradient_divide_factor(1.0)  # an update is a sum, not a mean
@@ -164,7 +156,7 @@ class FSDPEngine(ReplicatedEngine):
     def _reduce_late_gradients(self) -> None:
         """Let FSDP sum the gradients that it has missed: those that were computed after their block was summed, and
         those of a backward pass that passes through no output of the model, as that of a gradient penalty may do."""
-        end_backward = getattr(cast(FSDPModule, self._root)._get_fsdp_state(), _END_BACKWARD)
+        end_backward = getattr(cast(FSDPModule, self.module)._get_fsdp_state(), _END_BACKWARD)
         trigger = torch.zeros((), requires_grad=True) * 1
         trigger.register_hook(lambda _: end_backward())
         trigger.backward()
@@ -229,7 +221,7 @@ class FSDPEngine(ReplicatedEngine):
         """Keep whole weights until the update, or free them after each pass."""
         self._is_kept_unsharded = keep
         for module in self._fsdp_modules:
-            is_freed = self._reshard_after_forward and module is not self._root and not keep
+            is_freed = self._reshard_after_forward and module is not self.module and not keep
             module.set_reshard_after_forward(is_freed, recurse=False)
             module.set_reshard_after_backward(not keep, recurse=False)
 

@@ -36,7 +36,9 @@ def merged(config: Json, **said: Any) -> argparse.Namespace:
 
 
 def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
-    values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "sizes": [1000], "on_cpu": True}
+    values = {
+        "zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "sizes": [1000], "on_cpu": True, "auto": {},
+    }  # fmt: skip
     options = Options(BatchPlan(24, 2, 2, 2), precision, reduce_precision=reduce_precision)
     return complete_config(config, options, **{**values, **overrides})
 
