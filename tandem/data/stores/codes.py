@@ -31,7 +31,6 @@ Decoding writes a folder of images or videos, at the relative paths of the origi
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import math
@@ -49,9 +48,8 @@ from torch import Tensor
 
 from tandem.devices import on_host
 from tandem.io.reading import open_regular
-from tandem.io.writing import create, replacing
 
-from .output import explain_write_errors
+from .output import create_file
 from .shards import COUNT, GRID, LINES_FILE, Array, StoredArrays, explain_errors, row_count, stays_inside
 
 CODES = "codes"
@@ -192,15 +190,16 @@ def decode_videos(
     """
     rows, first = codes.rows(shard), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
-        video_codes, first = rows[first : first + row_count(line)], first + row_count(line)
-        video_codes = video_codes.reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
+        end = first + row_count(line)
+        video_codes = rows[first:end].reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
+        first = end
         frames = itertools.islice(pixels_of(video_codes.split(_CODE_FRAMES_AT_ONCE), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)
         elif path.suffix == FRAME_FOLDER:
             save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
         elif not path.exists():
-            with _create_file(path) as file:
+            with create_file(path) as file:
                 write(file, (frame.numpy() for frame in frames), line["fps"], make_relative(line["path"]))
 
 
@@ -218,17 +217,8 @@ def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads:
 def _save_image(path: Path, pixels: Tensor) -> None:
     """Write an image without fsync, which would take most of the time; after a loss of power `is_complete` finds an
     incomplete file."""
-    with _create_file(path, is_synced=False) as file:
+    with create_file(path, is_synced=False) as file:
         Image.fromarray(pixels.numpy()).save(file, "png")
-
-
-@contextlib.contextmanager
-def _create_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
-    """A file, perhaps in a new folder, that is written whole or not at all, even if the process is killed."""
-    with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, is_synced=is_synced) as temporary, create(temporary) as file:
-            yield file
 
 
 def pixels_of(inputs: Iterable[Any], decode: Callable[[Any], Tensor]) -> Iterator[Tensor]:

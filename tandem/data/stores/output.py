@@ -8,12 +8,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tandem.data.bad_samples import reason_of
 from tandem.io import writing
 from tandem.io.exits import AskedToStop
-from tandem.io.reading import counted, open_regular, read_json
+from tandem.io.reading import counted, error_text, open_regular, read_json
 from tandem.io.renamed import rename_settings
 
 if TYPE_CHECKING:
@@ -57,15 +56,14 @@ class OutputFolder:
                 try:
                     self._open(fresh)
                 except OSError as error:
-                    reason = f"cannot write the folder {path}: {reason_of(error)}"
+                    reason = f"cannot write the folder {path}: {error_text(error)}"
                     raise ValueError(f"{reason}; give another --output") from None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file of the folder, or of one inside it, whole or not at all, even if the process is killed. Raises
         ValueError, in one line, if the file cannot be written."""
-        with explain_write_errors(self.path / name):
-            (self.path / name).parent.mkdir(exist_ok=True)
-            writing.write_atomically(self.path / name, content)
+        with create_file(self.path / name) as file:
+            file.write(content)
 
     def rounds(self, shards: Sequence[int], verb: str) -> Iterator[int | None]:
         """Spread shards over the processes: yields this process's shard of each round, or None if there is none for it,
@@ -111,7 +109,7 @@ class OutputFolder:
             old_settings = rename_settings(read_json(path))
         except (OSError, ValueError) as error:
             hint = "give another --output, or start over with --fresh"
-            raise ValueError(f"cannot read {path}: {reason_of(error)}; {hint}") from None
+            raise ValueError(f"cannot read {path}: {error_text(error)}; {hint}") from None
         settings = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file
         differences = [
             f"{name} was {_shorten(old_settings.get(name))} and is now {_shorten(settings.get(name))}"
@@ -126,13 +124,16 @@ class OutputFolder:
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of writing `path` into a ValueError of one line."""
+def create_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """Context with a file, perhaps in a new folder, that is written whole or not at all, even if the process is killed.
+    An OSError becomes a ValueError, in one line."""
     try:
-        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing.replacing(path, is_synced=is_synced) as temporary, writing.create(temporary) as file:
+            yield file
     except OSError as error:
         hint = "repair that and start the same command, which goes on"
-        raise ValueError(f"cannot write {path}: {reason_of(error)}; {hint}") from None
+        raise ValueError(f"cannot write {path}: {error_text(error)}; {hint}") from None
 
 
 def json_bytes(value: Any) -> bytes:
