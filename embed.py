@@ -24,7 +24,7 @@ from tandem.config.converters import FILE, FOLDER, PATH, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import kernel_settings
-from tandem.io.reading import counted
+from tandem.io.reading import counted, error_text
 from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
@@ -227,7 +227,6 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
 def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:
     """The clips of the sound file that a query names; None if it is a sentence. Raises ValueError, in one line, if the
     file cannot be read, or the query has the ending of a sound file and there is none."""
-    from tandem.data.bad_samples import reason_of
     from tandem.data.decoding.sounds import ENDINGS, FURTHER_ENDINGS, require_decoders
     from tandem.data.sources.record import FileRef
 
@@ -236,7 +235,7 @@ def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor
         try:
             return decoder.load_clips(FileRef(query), max_clips)
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
+            raise ValueError(f"cannot read {query}: {error_text(error)}") from None
     if query.lower().endswith(ENDINGS + FURTHER_ENDINGS):
         raise ValueError(f"there is no file {query!r}; put a full stop after a sentence that ends like a file")
     return None

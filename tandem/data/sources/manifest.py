@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.data.bad_samples import reason_of
-from tandem.io.reading import LONGEST_BEGINNING, counted, parse_json, wrong_kind_text
+from tandem.io.reading import LONGEST_BEGINNING, counted, error_text, parse_json, wrong_kind_text
 
 from . import remote
 from .files import is_url, redact
@@ -101,7 +100,7 @@ def _read_version(address: str) -> str:
     try:
         return remote.version(address)
     except OSError as error:
-        raise ValueError(f"cannot read the manifest {redact(address)!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the manifest {redact(address)!r}: {error_text(error)}") from None
 
 
 def _read_rows(
@@ -132,7 +131,7 @@ def _read_rows(
                 row |= {"end_seconds": end} if math.isfinite(end) else {}
                 yield json.dumps(row), [*row]
     except OSError as error:
-        raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the manifest {path!r}: {error_text(error)}") from None
     except UnicodeDecodeError as error:
         # Text is decoded in blocks; the one that failed begins after the lines that were read.
         number = (lines.number if lines else 0) + len((error.object[: error.start] + b".").splitlines())

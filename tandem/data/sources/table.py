@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.bad_samples import reason_of
-from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, read_json, wrong_kind_text
+from tandem.io.installed import require_packages
+from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, error_text, read_json, wrong_kind_text
 
 from .files import is_url, redact
 from .folder import FolderSource, NothingFoundError
@@ -64,7 +63,7 @@ def saved_files(folder: str) -> Files | None:
         state = read_json(state_path) if os.path.isfile(state_path) else {"_data_files": []}
         files = [str(file["filename"]) for file in state["_data_files"]]
     except READ_ERRORS as error:
-        reason = f"cannot read {state_path!r} or {splits_path!r}: {type(error).__name__}, {reason_of(error)}"
+        reason = f"cannot read {state_path!r} or {splits_path!r}: {type(error).__name__}, {error_text(error)}"
         raise ValueError(f"{reason}: save the dataset again") from None
     if splits:
         hint = f"give the folder of one, such as {os.path.join(folder, splits[0])!r}"
@@ -121,10 +120,7 @@ class TableSource(Rows):
     """
 
     def __init__(self, files: Files, specs: Sequence[FieldSpec]) -> None:
-        try:  # imported here, so that loader workers forked later need not
-            import pyarrow.parquet  # noqa: F401
-        except ImportError:
-            raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
+        require_packages("reading Arrow and parquet files", "pyarrow", "pyarrow.parquet", extra="datasets")
         self._arguments, self.paths = (files, tuple(specs)), files.paths
         with ThreadPoolExecutor(_THREADS) as threads:  # a server answers slowly
             open_files = [*threads.map(_open_table, files.paths)]
@@ -333,7 +329,7 @@ def _errors_in_one_line(failure: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, *READ_ERRORS) as error:
-        raise ValueError(f"{failure}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
+        raise ValueError(f"{failure}: {error_text(error)}") from None
 
 
 def _to_plain(cell: Any) -> Any:

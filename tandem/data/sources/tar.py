@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.data.bad_samples import reason_of
-from tandem.io.reading import READ_ERRORS, counted, wrong_kind_text
+from tandem.io.reading import READ_ERRORS, counted, error_text, wrong_kind_text
 
 from .files import RandomAccessFile, is_url
 from .folder import about_skipped, ending_of, skipped_line
@@ -188,7 +187,7 @@ def _read_state(path: str) -> tuple[int, str]:
             return remote.RemoteFile(path).size, remote.version(path)
         status = os.stat(path)
     except OSError as error:
-        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the tar {path!r}: {error_text(error)}") from None
     return status.st_size, str(status.st_mtime_ns)
 
 
@@ -327,7 +326,7 @@ def members(path: str, skipped: Counter[str], end_notes: list[str]) -> Iterator[
         with open_range(FileRef(path), ahead=0) as file:
             yield from _read_members(_ForwardReader(file, is_url(path)), file.size, skipped, end_notes)
     except OSError as error:
-        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the tar {path!r}: {error_text(error)}") from None
     except ValueError as error:
         raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, collect_partial_reads, reason_of
+from tandem.data.bad_samples import BadSample, collect_partial_reads
 from tandem.data.sampling.workers import Loader
 from tandem.devices import on_host
+from tandem.io.reading import error_text
 
 from .shards import COUNT, GRID, PARTIAL, EncodedShard
 
@@ -70,7 +71,7 @@ def load_samples(
             with collect_partial_reads() as reasons:
                 sample_pieces, entry = load(index)
         except (OSError, ValueError) as error:
-            bad.append(BadSample(index, describe(index), reason_of(error)))
+            bad.append(BadSample(index, describe(index), error_text(error)))
         else:
             pieces.append(sample_pieces)
             entries.append((len(sample_pieces), {**entry, PARTIAL: reasons[0]} if reasons else entry))
@@ -162,7 +163,7 @@ def _encode_pieces(
             continue
         encoders.pop(index, None)  # free the model's state of the video
         if isinstance(piece, Exception):
-            bad.append(BadSample(index, describe(index), reason_of(piece)))
+            bad.append(BadSample(index, describe(index), error_text(piece)))
         else:
             entries[index] = piece
 

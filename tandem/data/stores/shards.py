@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, BadSampleLog, reason_of
-from tandem.io.reading import LONGEST_JSON_BYTES, READ_ERRORS, check_regular, parse_json, read_bytes, read_lines
+from tandem.data.bad_samples import BadSample, BadSampleLog
+from tandem.io.reading import READ_ERRORS, check_regular, error_text, parse_json, read_bytes, read_lines
 from tandem.io.renamed import rename_settings
 
 from .output import OutputFolder, json_bytes
@@ -203,7 +203,7 @@ class StoredArrays:
                 reason = "the command that fills it did not finish: start it again; or another program made it"
             raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {reason}")
         with explain_errors(path):
-            content = read_bytes(path, LONGEST_JSON_BYTES)
+            content = read_bytes(path)
             self.index: Mapping[str, Any] = rename_settings(parse_json(content))
             self.sha256 = hashlib.sha256(content).hexdigest()
             for entry in self.index["shards"]:
@@ -279,8 +279,7 @@ def explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except _READ_ERRORS as error:
-        reason = " ".join(reason_of(error).split())[:200] or type(error).__name__
-        raise ValueError(f"cannot read {path}: {reason}; make it again") from None
+        raise ValueError(f"cannot read {path}: {error_text(error)[:200]}; make it again") from None
 
 
 def stays_inside(path: Any, parts: int | None = None) -> bool:
