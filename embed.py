@@ -24,7 +24,7 @@ from tandem.config.converters import FILE, FOLDER, PATH, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import kernel_settings
-from tandem.io.reading import counted
+from tandem.io.reading import counted, error_text
 from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked

@@ -69,7 +69,7 @@ def write_photos(folder: Path) -> None:
 
 def stream_rate(samples: Any, workers: int) -> float:
     """Samples per second that come out of the training stream."""
-    order = TrainingOrder(split_samples(len(samples), 0.0, 0.0, 0, at_least=1).train, seed=0)
+    order = TrainingOrder(split_samples(len(samples), 0.0, 0.0, 0, batch_size=1).train, seed=0)
     stream = TrainingStream(samples, order, batch_size=_BATCH_SIZE, rank=0, world_size=1, num_workers=workers)
     batches = iter(stream)
     for _ in range(3 * workers):  # PyTorch's DataLoader prefetches two batches per worker

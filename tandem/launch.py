@@ -167,12 +167,12 @@ def restore_architecture(parser: ArgumentParser, args: argparse.Namespace, resum
 def keep_tokenizer(args: argparse.Namespace, resumed: Mapping[str, Any]) -> dict[str, str]:
     """Let a resumed run read its tokenizer from the run folder, unless the user gives another one, because the original
     file may be gone. Returns the setting for config.yaml; {} for a script without a tokenizer."""
-    from tandem.data.tokenizers import FILE
+    from tandem.data.tokenizers import TOKENIZER_FILE
 
     name = resumed.get("tokenizer")
     if not isinstance(name, str) or ("tokenizer" in args.explicit and args.tokenizer != name):
         return {}
-    file = Path(args.output_dir, FILE)
+    file = Path(args.output_dir, TOKENIZER_FILE)
     args.tokenizer = str(file) if file.is_file() else name
     return {"tokenizer": name}
 

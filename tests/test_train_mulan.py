@@ -107,7 +107,7 @@ def test_recalls_are_those_of_the_model_that_is_left_over_all_captions(sounds: s
     model = MuLaN.from_pretrained(run / "model")
     words = open_tokenizer(str(TOKENIZER), 24)
     recordings = open_sounds(sounds, sample_rate=8000, clip_seconds=0.5, tokenizer=words)
-    valid = split_samples(24, 0.5, 0, 42, at_least=8).valid
+    valid = split_samples(24, 0.5, 0, 42, batch_size=8).valid
     indices = [valid[i] for i in range(len(valid))]
     assert len(indices) == 12
     samples = [recordings.load(index) for index in indices]

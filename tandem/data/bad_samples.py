@@ -14,8 +14,8 @@ import torch
 
 from tandem.io.reading import counted
 
-_MAX_LISTED = 20  # bad samples that the error of `BadSampleLog.check` names
-_MAX_NAMED = 1000  # bad samples whose path and reason are kept
+_MAX_IN_ERROR = 20  # bad samples that the error of `BadSampleLog.check` names
+_MAX_STORED = 1000  # bad samples whose path and reason are stored
 _KINDS = {"bad": 1, "incomplete": 2}
 _reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 
@@ -62,7 +62,7 @@ class BadSampleLog:
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
-        self._first_bad: list[BadSample] = []  # at most _MAX_NAMED
+        self._first_bad: list[BadSample] = []  # at most _MAX_STORED
         self._kinds = np.zeros(n_samples, np.uint8)  # for each sample 0, or a number of `_KINDS`
         self.count = self.count_incomplete = 0
 
@@ -78,7 +78,7 @@ class BadSampleLog:
                 self.count_incomplete += 1
                 continue
             self.count += 1
-            if len(self._first_bad) < _MAX_NAMED:
+            if len(self._first_bad) < _MAX_STORED:
                 self._first_bad.append(sample)
         return new
 
@@ -101,8 +101,8 @@ class BadSampleLog:
         """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
         if not self.are_too_many:
             return
-        named = "; ".join(map(str, self._first_bad[:_MAX_LISTED]))
-        remainder = f"; and {self.count - _MAX_LISTED} more" if self.count > _MAX_LISTED else ""
+        named = "; ".join(map(str, self._first_bad[:_MAX_IN_ERROR]))
+        remainder = f"; and {self.count - _MAX_IN_ERROR} more" if self.count > _MAX_IN_ERROR else ""
         raise ValueError(
             f"{self.count} of {counted(self.n_samples, 'sample')} could not be read, more than the "
             f"{int(self._limit)} that are passed over; repair or remove them: {named}{remainder}"

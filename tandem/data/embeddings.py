@@ -76,8 +76,9 @@ class EmbeddingField(Field):
             raise SampleIncomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_user_item:
-                limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise items.item_error(array, f"a {noun} of {limit.format(self.shape)}")
+                is_text = self.kind == TEXT
+                shape = f"at most {self.shape} (--max_text_len)" if is_text else f"{self.shape}, as in the first item"
+                raise items.item_error(array, f"a {noun} of {shape}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")

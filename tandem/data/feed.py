@@ -267,7 +267,7 @@ class TrainingData:
 def _count_validated(n: int, args: Any) -> int:
     """The number of samples of a validation, of the n in the split; it does not depend on the number of processes."""
     limit = args.valid_samples
-    if limit is None:  # this becomes 0, which means all samples, if only the end of training validates
+    if limit is None:  # 0, which means all samples, if --validate_every_n_steps is 0: one validation, at the end
         limit = math.ceil(args.batch_size * args.validate_every_n_steps / _TRAINED_PER_VALIDATED)
     return min(n, max(limit, args.batch_size)) if limit else n
 

@@ -14,6 +14,7 @@ from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_de
 from tandem.data.sources.opening import open_source
 from tandem.data.sources.record import FieldSpec, RecordSource
 from tandem.data.sources.user_dataset import DatasetSpec, UserDatasetSource, data_of
+from tandem.io.installed import require_packages
 
 from .decoding import sounds, videos
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
@@ -107,7 +108,7 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
     fields = [ClipField(clips, flip)]
     source = open_records(spec, [fields[0].spec], "moving", clips.seed)
     if not isinstance(source, DemoSource | UserDatasetSource):
-        videos.require_decoder()
+        require_packages("reading video files (PyAV)", "av", extra="video")
     return SampleDataset(source, fields)
 
 
@@ -143,7 +144,7 @@ def open_sounds(
     source = _open_sound_source(spec, fields, seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
-    if tokenizer and not isinstance(source, UserDatasetSource) and not has_content(source, "texts"):
+    if tokenizer and not isinstance(source, UserDatasetSource) and not source.examples("texts"):
         raise ValueError(
             f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
             "to be a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, "
@@ -176,7 +177,7 @@ def open_conditioned(
     spec: Spec,
     *,
     image_size: int,
-    takes: Sequence[Kind] = (),
+    kinds: Sequence[Kind] = (),
     tokenize: Callable[[Sequence[str]], Tensor] | None = None,
     rows: dict[Kind, str] = {},  # noqa: B006  (nothing changes it)
     index_width: int = 4,
@@ -191,7 +192,7 @@ def open_conditioned(
     crops have at least as many: a generative model would learn the blur of enlarged images.
 
     Args:
-        takes: Which kinds of embeddings the model takes.
+        kinds: The kinds of embeddings that the model takes.
         tokenize: Captions -> tokens, if the run computes embeddings from captions and images; stored ones are then not
             read.
         rows: Files of rows of embeddings, see `embedding_rows`.
@@ -203,13 +204,13 @@ def open_conditioned(
     crop = dataclasses.replace(crop, min_side=image_size)
     image = ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop)
     fields: list[Field] = [image, ImageCaptionField(tokenize)]
-    stored_kinds = [] if tokenize else [kind for kind in takes if kind not in rows]
+    stored_kinds = [] if tokenize else [kind for kind in kinds if kind not in rows]
     field_specs = [*(field.spec for field in fields), *(kind.spec for kind in stored_kinds)]
     source = open_records(spec, field_specs, "scenes", seed, **tar_range)
     selects_shards = tar_range.get("start_shard") or tar_range.get("end_shard") is not None
     if selects_shards and isinstance(source, DemoSource | UserDatasetSource):
         raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
-    for kind in [] if tokenize else takes:
+    for kind in [] if tokenize else kinds:
         in_rows = embedding_rows(source, kind, rows[kind], index_width=index_width) if kind in rows else None
         embedding = in_rows or embedding_field(source, kind, longest_text)
         if embedding is None:
@@ -221,7 +222,7 @@ def open_conditioned(
             raise ValueError(f"texts of {n_tokens} tokens are longer than --max_text_len {longest_text}: raise it")
         fields.append(embedding)
     is_user_dataset = isinstance(source, UserDatasetSource)
-    if flip and ((takes and not tokenize) or (not is_user_dataset and has_content(source, "texts"))):
+    if flip and ((kinds and not tokenize) or (not is_user_dataset and source.examples("texts"))):
         raise ValueError(_NO_FLIP)
     return SampleDataset(source, fields)
 
@@ -235,13 +236,13 @@ def decoder_data(
     takes_text: bool = False,
     **options: Any,
 ) -> TrainingData:
-    """The feed of a script that trains on images with conditions. `widths_of` its `first_samples` gives their widths.
+    """The feed of a script that trains on images with conditions. `widths_of(feed.first_samples)` gives their widths.
     `options`: "longest_text" and "tokenize", see `open_conditioned`. Raises what `TrainingData` raises."""
-    takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
+    kinds = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
     names = ("index_width", "start_shard", "end_shard", "shard_width")
     train_options = {"rows": rows, **{name: getattr(args, name) for name in names}}
-    open_set = partial(open_conditioned, **_picture_options(args, image_size), takes=takes, **options)
+    open_set = partial(open_conditioned, **_picture_options(args, image_size), kinds=kinds, **options)
     feed = _open_feed(open_set, args, processes, "image_folder", "image", train_options)
     with processes.raise_on_all_ranks():
         if feed.valid_samples is not None:
@@ -258,11 +259,6 @@ def widths_of(samples: SampleDataset) -> dict[str, Any]:
 
 def _embedding_shapes(samples: SampleDataset) -> dict[Kind, tuple[Any, ...]]:
     return {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
-
-
-def has_content(source: RecordSource, name: str) -> bool:
-    """Whether any record has content of this name."""
-    return bool(source.examples(name))
 
 
 def _check_widths(valid: SampleDataset, trained: SampleDataset, folder: str) -> None:

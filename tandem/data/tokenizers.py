@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, LONGEST_JSON_BYTES, read_bytes, wrong_kind_text
+from tandem.io.installed import missing_package, require_packages
+from tandem.io.reading import LONGEST_BEGINNING, error_text, read_bytes, wrong_kind_text
 from tandem.io.writing import write_atomically
 
 _CLIP_NAME = "clip"
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer:
@@ -60,12 +60,12 @@ class Tokenizer:
         """Write the tokenizer's file into the folder of a model or a run, as tokenizer.json; the tokenizer of CLIP has
         none. Raises OSError."""
         if self._content:
-            write_atomically(Path(folder, FILE), self._content)
+            write_atomically(Path(folder, TOKENIZER_FILE), self._content)
 
     def require_same(self, model: str, path: Path | None) -> None:
         """Raise ValueError, in one line, if the model named `model` has another tokenizer: that of the file at `path`,
         or CLIP's if `path` is None."""
-        if (b"" if path is None else read_bytes(path, LONGEST_JSON_BYTES)) != self._content:
+        if (b"" if path is None else read_bytes(path)) != self._content:
             raise ValueError(
                 f"the model in {model} was trained with another tokenizer than {self.name}: give --tokenizer "
                 f"{path or _CLIP_NAME}"
@@ -138,12 +138,11 @@ def _load_clip_tokenizer() -> Any:
 def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     if not os.path.isfile(path):
         raise ValueError(f"there is no tokenizer {path!r}: give clip, or the path of a Hugging Face tokenizer.json")
-    try:
-        from tokenizers import Tokenizer as HuggingFaceTokenizer
-    except ImportError:
-        raise missing_package("a tokenizer.json", "tokenizers") from None
+    require_packages("a tokenizer.json", "tokenizers")
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
     with _rust_errors(f"cannot read the tokenizer {path!r}", "; it has to be a Hugging Face tokenizer.json"):
-        content = read_bytes(path, LONGEST_JSON_BYTES).removeprefix(codecs.BOM_UTF8)
+        content = read_bytes(path).removeprefix(codecs.BOM_UTF8)
         if reason := wrong_kind_text(content[:LONGEST_BEGINNING]):
             raise ValueError(reason)
         tokenizer = HuggingFaceTokenizer.from_str(content.decode())
@@ -172,4 +171,4 @@ def _rust_errors(problem: str, advice: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"{problem}: {' '.join(str(error).split())[:200]}{advice}") from None
+        raise ValueError(f"{problem}: {error_text(error)[:200]}{advice}") from None

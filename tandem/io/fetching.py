@@ -21,7 +21,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from .installed import missing_package
-from .reading import printable
+from .reading import error_text, printable
 from .writing import create, open_appending, replacing, say, wait_for_lock
 
 MIRROR = "TANDEM_WEIGHTS_MIRROR"  # environment variable: the address of a folder with the files under their names
@@ -120,7 +120,7 @@ def fetch_from_hub(description: str, model: str, name: str, heartbeat: Callable[
             # The second call records in the cache the commit of the branch; without the record `find` finds nothing.
             hub.hf_hub_download(model, name)
         except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
-            raise ValueError(" ".join(str(error).split())) from None
+            raise ValueError(error_text(error)) from None
 
     lock_stem = cache / f"{model.replace('/', '--')}--{name}"
     return _fetch_once(lock_stem, f"{description}: {address}", find, fetch, heartbeat)

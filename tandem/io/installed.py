@@ -6,6 +6,7 @@ In a checkout the scripts, configs/ and docs/ are beside the folder tandem/, in 
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -78,3 +79,13 @@ def how_to_install(extra: str) -> str:
 def missing_package(purpose: str, package: str, extra: str = "audio") -> ValueError:
     """The error for a missing `package` that `purpose` needs, with the command that installs it by an extra."""
     return ValueError(f"{purpose} needs the package {package}: {how_to_install(extra)}")
+
+
+def require_packages(purpose: str, *packages: str, extra: str = "audio") -> None:
+    """Import packages, so that loader workers that are forked later need not. Raises `missing_package` if one cannot be
+    imported."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise missing_package(purpose, error.name or package, extra) from None

@@ -102,7 +102,7 @@ def _blob_folders(folder: str) -> tuple[str, ...]:
     return (f"{match[1]}/blobs", f"{match[2]}/blobs") if match else ()
 
 
-def read_bytes(path: str | Path, limit: int) -> bytes:
+def read_bytes(path: str | Path, limit: int = LONGEST_JSON_BYTES) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises OSError and ValueError, as `open_regular`."""
     with open_regular(path, limit) as file:
         content = file.read(limit + 1)  # some system files, such as in /proc, do not state their length

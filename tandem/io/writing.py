@@ -78,12 +78,16 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def open_appending(path: Path) -> BinaryIO:
-    """Open a file for appending and reading; make it if there is none.
+    """Open a file for appending; make it if there is none. Its descriptor can be read, too.
 
     Raises:
         OSError: it cannot be opened, or is a link, a pipe or a device.
     """
-    return os.fdopen(_check_regular(path, _open(path, os.O_RDWR | os.O_APPEND)), "ab")
+    descriptor = _open(path, os.O_RDWR | os.O_APPEND)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file; remove it", str(path))
+    return os.fdopen(descriptor, "ab")
 
 
 def acquire_lock(
@@ -99,7 +103,7 @@ def acquire_lock(
         OSError: the file cannot be made, or is a link, a pipe or a device.
         ValueError: another process holds the lock.
     """
-    file = os.fdopen(_check_regular(path, _open(path, os.O_RDWR)), "r+b")
+    file = open_appending(path)
     start, has_reported = time.monotonic(), False
     while not _try_lock(file):
         holder, seconds = _read_holder(path), time.monotonic() - start
@@ -175,9 +179,7 @@ def move_aside(folder: Path) -> Path:
     """Rename a folder to a free name beside it, such as vae.old-1, and return the new path."""
     folder = Path(os.path.abspath(folder))
     names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
-    new_path = next(path for path in names if not path.exists())
-    os.rename(folder, new_path)
-    return new_path
+    return folder.rename(next(path for path in names if not path.exists()))
 
 
 def free_name(path: Path) -> Path:
@@ -286,10 +288,3 @@ def _open(path: Path, flags: int, mode: int = 0o666) -> int:
         if error.errno == errno.ELOOP and path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link; remove it", str(path)) from None
         raise
-
-
-def _check_regular(path: Path, descriptor: int) -> int:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file; remove it", str(path))
-    return descriptor

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes, read_json_or_empty
+from tandem.io.reading import read_bytes, read_json_or_empty
 from tandem.io.writing import write_atomically
 from tandem.training.run_folder.starts import script_of
 
@@ -165,14 +165,14 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
         ValueError: one line, if the tokenizer cannot be found.
         OSError: one line, if the folder could not be written.
     """
-    from tandem.data.tokenizers import FILE
+    from tandem.data.tokenizers import TOKENIZER_FILE
 
     file = tokenizer_file(source)
     folder.mkdir(parents=True, exist_ok=True)
     if file is not None:
-        write_atomically(folder / FILE, read_bytes(file, LONGEST_JSON_BYTES))
+        write_atomically(folder / TOKENIZER_FILE, read_bytes(file))
     else:
-        (folder / FILE).unlink(missing_ok=True)  # of an earlier model
+        (folder / TOKENIZER_FILE).unlink(missing_ok=True)  # of an earlier model
     model.save_pretrained(folder)
 
 
@@ -180,19 +180,19 @@ def tokenizer_file(path: Path) -> Path | None:
     """The tokenizer.json that belongs to the MuLaN at ``path``; None for the tokenizer of CLIP, which has no file, for
     a model without texts, and for a public package's file, which does not name its tokenizer. Raises ValueError, in one
     line, if a checkpoint's tokenizer is gone."""
-    from tandem.data.tokenizers import FILE, sha256_of_tokenizer
+    from tandem.data.tokenizers import TOKENIZER_FILE, sha256_of_tokenizer
     from tandem.training.checkpoint.format import read_checkpoint
 
     kind, location = resolve(path)
     if kind != "checkpoint":
-        return location / FILE if kind == "model" and (location / FILE).exists() else None
+        return location / TOKENIZER_FILE if kind == "model" and (location / TOKENIZER_FILE).exists() else None
     run = Path(os.path.abspath(location)).parent.parent
     tokenizer = read_checkpoint(location, verify=False)[0].get("tokenizer", {})
     name, digest = str(tokenizer.get("name")), tokenizer.get("sha256")
     if digest in (None, sha256_of_tokenizer(name, b"")):  # no tokenizer, or one without a file
         return None
-    for file in (Path(name).expanduser(), run / FILE, run / "model" / FILE, run / "best" / FILE):
-        if file.is_file() and sha256_of_tokenizer(name, read_bytes(file, LONGEST_JSON_BYTES)) == digest:
+    for file in (Path(name).expanduser(), *(folder / TOKENIZER_FILE for folder in (run, run / "model", run / "best"))):
+        if file.is_file() and sha256_of_tokenizer(name, read_bytes(file)) == digest:
             return file
     raise ValueError(f"{location}: the tokenizer {name} of the run is gone or has changed, and the model needs it")
 

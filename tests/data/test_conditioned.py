@@ -34,8 +34,8 @@ from tests.scripts import DECODER
 
 
 def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> SampleDataset:
-    takes = [kind for kind, is_taken in ((IMAGE, image), (TEXT, text)) if is_taken]
-    return open_conditioned(str(spec), image_size=8, takes=takes, **options)
+    kinds = [kind for kind, is_taken in ((IMAGE, image), (TEXT, text)) if is_taken]
+    return open_conditioned(str(spec), image_size=8, kinds=kinds, **options)
 
 
 def by_row(folder: Path) -> dict[str, Any]:

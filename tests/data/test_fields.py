@@ -157,8 +157,8 @@ def test_items_have_captions_and_embeddings():
         rows = np.full((2 + index % 3, 4), index, np.float32)
         return {"image": planar(index), "text": f"a  {index}", "image_embed": rows[0] + 1, "text_encodings": rows + 1}
 
-    def conditioned(item: Any, **takes: Any) -> Any:
-        return open_conditioned(own(item), **{"image_size": 16, "takes": KINDS, "longest_text": 8, **takes})
+    def conditioned(item: Any, **options: Any) -> Any:
+        return open_conditioned(own(item), **{"image_size": 16, "kinds": KINDS, "longest_text": 8, **options})
 
     rows = conditioned(item)
     assert widths_of(rows) == {"image_embed": 4, "text_encodings": (8, 4)}

@@ -51,13 +51,13 @@ def test_permutation_of_a_trillion_items_takes_no_memory():
     assert max(items) < 10**12 and max(items) - min(items) > 10**11
 
 
-@pytest.mark.parametrize("n, valid, test, at_least, sizes", [
+@pytest.mark.parametrize("n, valid, test, batch_size, sizes", [
     (120, 0.05, 0, 8, (112, 8, 0)), (1000, 0.05, 0, 8, (950, 50, 0)), (10, 0, 0, 8, (10, 0, 0)),
     (100, 0.07, 0.07, 1, (86, 7, 7)), (100, 0.15, 0.1, 4, (75, 15, 10)), (100, 0, 0.5, 4, (50, 0, 50)),
     (100, 0.01, 0, 4, (96, 4, 0)), (100, 0.5, 0.4, 4, (10, 50, 40)),
 ])  # fmt: skip
-def test_splits_are_disjoint_complete_of_the_sizes_asked_for_and_by_the_seed_alone(n, valid, test, at_least, sizes):
-    parts, again, other = (split_samples(n, valid, test, seed, at_least) for seed in (3, 3, 4))
+def test_splits_are_disjoint_complete_of_the_sizes_asked_for_and_by_the_seed_alone(n, valid, test, batch_size, sizes):
+    parts, again, other = (split_samples(n, valid, test, seed, batch_size) for seed in (3, 3, 4))
     assert tuple(map(len, parts)) == sizes
     assert sorted(itertools.chain(*parts)) == list(range(n))
     assert [[*part] for part in again] == [[*part] for part in parts] != [[*part] for part in other]
@@ -65,10 +65,10 @@ def test_splits_are_disjoint_complete_of_the_sizes_asked_for_and_by_the_seed_alo
 
 @pytest.mark.parametrize("n, fraction, n_valid", [(15, 0.05, 8), (7, 0.0, 0), (100, 0.95, 95)])
 def test_splits_that_leave_less_than_a_batch_show_the_arithmetic(n, fraction, n_valid):
-    text = one_line(split_samples, n, fraction, 0, 0, at_least=8)
+    text = one_line(split_samples, n, fraction, 0, 0, batch_size=8)
     assert f"takes {n_valid} " in text and f"leaves {n - n_valid} to train on" in text
 
-    text = one_line(split_samples, 20, 0.2, 0.1, 0, at_least=8)
+    text = one_line(split_samples, 20, 0.2, 0.1, 0, batch_size=8)
     assert "--valid_fraction 0.2 takes 8" in text and "--test_fraction 0.1 8" in text and "leaves 4" in text
     assert "leaves 0 to train on" in one_line(split_samples, 20, 0.7, 0.3, 0, 1)
 
@@ -81,7 +81,7 @@ def shards_of(n: int, each: int = 7) -> list[range]:
 
 @pytest.mark.parametrize("n, sizes", [(3, (1, 1, 1)), (4, (2, 1, 1)), (10, (7, 2, 1)), (100, (75, 15, 10))])
 def test_a_split_by_shards_takes_whole_shards_by_seed(n, sizes):
-    parts = split_shards(shards_of(n), 0.15, 0.1, seed=0, at_least=7)
+    parts = split_shards(shards_of(n), 0.15, 0.1, seed=0, batch_size=7)
     assert tuple(len(part) // 7 for part in parts) == sizes
     assert sorted(itertools.chain(*parts)) == list(range(7 * n))
     homes = [{index // 7 for index in part} for part in parts]
@@ -95,7 +95,7 @@ def test_too_few_or_too_small_shards_are_refused_with_what_is_taken():
         text = one_line(split_shards, shards_of(n), *fractions, 0, 1)
         assert f"{valid} takes {taken[0]}" in text and (f"{test} {taken[1]}," in text) is (fractions[1] > 0)
     assert len(split_shards(shards_of(11), 0.45, 0.45, 0, 1).train) == 7
-    text = one_line(split_shards, shards_of(10), 0.15, 0.1, 0, at_least=8)
+    text = one_line(split_shards, shards_of(10), 0.15, 0.1, 0, batch_size=8)
     assert "1 of 10 shards" in text and "7 samples" in text and "batch of 8" in text
     assert len(split_shards(shards_of(1), 0.0, 0.0, 0, 1).train) == 7
 

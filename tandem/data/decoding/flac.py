@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from tandem.data.sources.files import FileWindow, RandomAccessFile, SeekableFile
 
-_MAX_START_BYTES = 1 << 20  # an ID3 tag may precede the stream
-_MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23  # a frame has at most 65535 samples of 8 channels
+_START_BYTES = 1 << 20  # of the file's start that are read: an ID3 tag may precede the stream
+# Bytes of the file's end in which the last frame is searched. A frame has at most 65535 samples of 8 channels.
+_MIN_END_BYTES, _MAX_END_BYTES = 1 << 16, 1 << 23
 # Bytes from "fLaC" to the content of the block STREAMINFO. In it, bytes 2 and 3 are the largest block size, and bytes
 # 10 to 17 the sample rate, the number of channels, the bits of a sample and the length.
-_STREAM_INFO = 8
+_STREAM_INFO_OFFSET = 8
 _LENGTH_BITS = 36  # the last ones of bytes 10 to 17
 _CRC_8, _CRC_16 = (8, 0x07), (16, 0x8005)
 _TAG_MARKS = re.compile(rb"TAG|APETAGEX|ID3")  # tags that programs write behind the last frame
@@ -25,8 +26,8 @@ def restore_length(file: RandomAccessFile) -> FileWindow:
 
     Raises ValueError, in one line, if no frames are found at its end.
     """
-    start = file.pread(_MAX_START_BYTES, 0)
-    info_offset = start.find(b"fLaC") + _STREAM_INFO
+    start = file.pread(_START_BYTES, 0)
+    info_offset = start.find(b"fLaC") + _STREAM_INFO_OFFSET
     last = _find_last_frame(file, int.from_bytes(start[info_offset + 2 : info_offset + 4], "big"))
     total = last.first + (last.samples if last.is_whole else 0) if last else 0
     if not 0 < total < 1 << _LENGTH_BITS:
@@ -63,7 +64,7 @@ class _LastFrame(NamedTuple):
 def last_frame_ends_elsewhere(file: RandomAccessFile, n_samples: int) -> bool:
     """Whether the last frame ends at another sample than `n_samples`, the length per channel in the header. Then
     another file was appended. An appended file of the same length is not detected."""
-    info, n_bytes = file.pread(_STREAM_INFO + 4, 0), file.size
+    info, n_bytes = file.pread(_STREAM_INFO_OFFSET + 4, 0), file.size
     if not info.startswith(b"fLaC"):  # it begins with a tag
         return False
     block_size = int.from_bytes(info[-2:], "big")

@@ -22,7 +22,7 @@ from torch.nn import functional
 from tandem.data.bad_samples import SampleIncomplete, report_partial_read
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws, derive_key
-from tandem.io.reading import LONGEST_BEGINNING, open_regular, wrong_kind_text
+from tandem.io.reading import LONGEST_BEGINNING, error_text, open_regular, wrong_kind_text
 
 from .colours import explain_unread_tiff, to_resizable_mode, to_srgb
 
@@ -208,7 +208,7 @@ def _open_image(file: Any) -> Image.Image:
         unknown = f"the content is none of {formats}, or a variant that Pillow does not read"
         raise ValueError(reason or unknown) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
-        raise _one_line_error(error) from error
+        raise ValueError(error_text(error)) from error
 
 
 def decode_picture(
@@ -252,11 +252,7 @@ def decode_picture(
         picture = to_srgb(picture, image.info.get("icc_profile"))
         return _to_tensor(_convert_channels(_turn_upright(picture, image), channels))
     except Exception as error:
-        raise _one_line_error(error) from error
-
-
-def _one_line_error(error: Exception) -> ValueError:
-    return ValueError(" ".join(str(error).split()) or type(error).__name__)
+        raise ValueError(error_text(error)) from error
 
 
 def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:

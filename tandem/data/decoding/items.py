@@ -141,10 +141,12 @@ def caption_of(item: Any) -> str:
 
 
 def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:
-    """The array of floats of this name in an item, None if it has none. `dimensions`: 1 or 2."""
-    if isinstance(item, Mapping) and item.get(name) is None:
+    """The array of floats of this name in an item, None for a mapping without it. `dimensions`: 1 or 2. Raises
+    `missing_array_error` for any other item."""
+    part = item_part(item, name, place=None)
+    if part is None and isinstance(item, Mapping):
         return None
-    array = as_array(item.get(name) if isinstance(item, Mapping) else None)
+    array = as_array(part)
     if array is None or array.dtype.kind != "f" or array.ndim != dimensions or 0 in array.shape:
         raise missing_array_error(item, name, dimensions)
     return array

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -27,10 +26,11 @@ from torch.utils.data import get_worker_info
 from tandem.data.sources.files import FileWindow, LocalFile, MemoryFile
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
-from tandem.io.installed import missing_package
+from tandem.io.installed import require_packages
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, wrong_kind_text
 
 from .appended import check_nothing_appended
+from .arrays import Array
 from .flac import restore_length
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
@@ -49,8 +49,6 @@ _MP3_LENGTH_ERROR, _MP3_RUN_UP = 4 * 1152, 12 * 1152
 _TRUNCATED_CHUNK = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
 _UNKNOWN_FRAMES = 1 << 62  # libsndfile's number of frames of a FLAC file that does not state it is 2^63 - 1
 _UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size and state 2^31 - 1, 2^32 - 1 or similar
-
-Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,8 @@ class ClipDecoder:
 
 
 def require_decoders() -> None:
-    """Import the packages that decode sounds, so that loader workers that are forked later need not. Raises ValueError,
-    in one line, if one is missing."""
-    try:
-        import soundfile  # noqa: F401
-        import soxr  # noqa: F401
-    except ImportError as error:
-        raise missing_package("reading sound files", error.name or "soundfile") from None
+    """Import the packages that decode sounds, see `require_packages`."""
+    require_packages("reading sound files", "soundfile", "soxr")
 
 
 def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:

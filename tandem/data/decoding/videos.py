@@ -23,7 +23,6 @@ from torch import Tensor
 from tandem.data.bad_samples import SampleSkipped
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
-from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, counted, error_text, wrong_kind_text
 
 from .frames import Frame, FrameConverter, Picture
@@ -175,15 +174,6 @@ class ClipDecoder:
         return torch.from_numpy(clip)
 
 
-def require_decoder() -> None:
-    """Import PyAV, so that loader workers that are forked later need not. Raises ValueError, in one line, if it is
-    missing."""
-    try:
-        import av  # noqa: F401
-    except ImportError:
-        raise missing_package("reading video files", "av (PyAV)", "video") from None
-
-
 @contextlib.contextmanager
 def open_video(ref: FileRef) -> Iterator[Video]:
     """An open video. Errors of FFmpeg inside the context become ValueErrors of one line."""
@@ -199,7 +189,7 @@ def open_video(ref: FileRef) -> Iterator[Video]:
             with av.open(file, options=options, metadata_errors="replace") as container:
                 yield Video(container)
         except av.FFmpegError as error:
-            reason = f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}"
+            reason = f"FFmpeg cannot read it: {error_text(error)}"
             raise ValueError(wrong_kind_text(ref.read(LONGEST_BEGINNING)) or reason) from None
 
 

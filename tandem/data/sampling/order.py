@@ -99,18 +99,18 @@ class Split(NamedTuple):
     test: Indices
 
 
-def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int, at_least: int) -> Split:
+def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int, batch_size: int) -> Split:
     """Divide a data set of n samples by seed.
 
-    valid has max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
-    the global batch size. Raises ValueError if fewer than `at_least` training samples remain.
+    valid has max(ceil(valid_fraction * n), batch_size) samples, none if the fraction is 0; test likewise. `batch_size`
+    is global. Raises ValueError if fewer than `batch_size` training samples remain.
     """
-    n_valid, n_test = (max(ceil_fraction(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
+    n_valid, n_test = (max(ceil_fraction(n, f), batch_size) if f > 0 else 0 for f in (valid_fraction, test_fraction))
     n_train = n - n_valid - n_test
-    if n_train < at_least:
+    if n_train < batch_size:
         raise ValueError(
             f"{counted(n, 'sample')}, too few: {_sizes_text(valid_fraction, n_valid, test_fraction, n_test)} (at least "
-            f"a batch), which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or "
+            f"a batch), which leaves {max(0, n_train)} to train on, less than one batch of {batch_size}: add data, or "
             "lower --batch_size or the fractions"
         )
     permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
@@ -118,14 +118,13 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     return Split(*(Indices(size, partial(_shuffled_index, permutation, start, 0)) for size, start in parts))
 
 
-def validation_indices(indices: range, seed: int, at_least: int) -> Indices:
+def validation_indices(indices: range, seed: int, batch_size: int) -> Indices:
     """The validation split that consists of all `indices`, those of the set of --valid_folder: they are shuffled by
-    seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than `at_least`, the global
-    batch size."""
+    seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than a global batch."""
     n = len(indices)
-    if n < at_least:
+    if n < batch_size:
         raise ValueError(
-            f"--valid_folder holds {counted(n, 'sample')}, less than one batch of {at_least}: add some, or lower "
+            f"--valid_folder holds {counted(n, 'sample')}, less than one batch of {batch_size}: add some, or lower "
             "--batch_size"
         )
     return Indices(n, partial(_shuffled_index, Permutation(n, "split", seed), 0, indices.start))
@@ -136,14 +135,14 @@ def split_shards(
     valid_fraction: float,
     test_fraction: float,
     seed: int,
-    at_least: int,
+    batch_size: int,
     fallback: str = "--split_by sample",
 ) -> Split:
     """Divide a data set by whole shards, each a range of indices, by seed; empty shards are left out. `fallback` is
     the flag that messages recommend.
 
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
-    ValueError if no shard remains to train on, or a split is smaller than `at_least` samples, the global batch size.
+    ValueError if no shard remains to train on, or a split is smaller than a global batch.
     """
     nonempty = [shard for shard in shards if len(shard)]
     n = len(nonempty)
@@ -159,10 +158,10 @@ def split_shards(
     parts = (shuffled[:n_train], shuffled[n_train : n_train + n_valid], shuffled[n_train + n_valid :])
     split = Split(*map(Ranges, parts))
     for name, part, indices in zip(("training", "validation", "test"), parts, split, strict=True):
-        if part and len(indices) < at_least:
+        if part and len(indices) < batch_size:
             raise ValueError(
                 f"the {name} split has {len(part)} of {counted(n, 'shard')} and {counted(len(indices), 'sample')}, "
-                f"less than one batch of {at_least}: lower --batch_size, or use {fallback}"
+                f"less than one batch of {batch_size}: lower --batch_size, or use {fallback}"
             )
     return split
 

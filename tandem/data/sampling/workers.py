@@ -151,29 +151,11 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
 _SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and the default limit of a user's request
 
 
-class _PipeEnd:
-    """An end of a pipe that is closed only once. Python's own Connection can be closed a second time by the garbage
-    collector, when another file may have its descriptor."""
+class _PipeEnd(io.FileIO):
+    """An end of a pipe. It is closed only once: the garbage collector can close multiprocessing's Connection a second
+    time, when another file may have its descriptor. Its destructor closes it without a warning."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptors = [descriptor]  # empty once it is closed
-
-    def fileno(self) -> int:
-        """Raises OSError if it is closed."""
-        try:
-            return self._descriptors[0]
-        except IndexError:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
-
-    @property
-    def is_closed(self) -> bool:
-        return not self._descriptors
-
-    def close(self) -> None:
-        with contextlib.suppress(IndexError):
-            os.close(self._descriptors.pop())
-
-    __del__ = close
+    __del__ = io.FileIO.close
 
 
 class _Queue:
@@ -185,7 +167,7 @@ class _Queue:
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = map(_PipeEnd, os.pipe())
+        self._reader, self._writer = map(_PipeEnd, os.pipe(), ("rb", "wb"))
         self._write_lock = multiprocessing.get_context("fork").Lock()
         self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -213,11 +195,11 @@ class _Queue:
                 with self._write_lock:
                     for view in [memoryview(header), *parts]:
                         while view:
-                            view = view[os.write(self._writer.fileno(), view) :]
+                            view = view[self._writer.write(view) :]
                 del parts, view  # free the memory: the next batch may take long
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: the pipe is closed
                 # End the worker, because the main process would wait for its batch for ever.
-                if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
+                if torch.utils.data.get_worker_info() is not None and not self._writer.closed:
                     say(_explain_send_failure(error), unbuffered=True)
                     exit_process(FAILED, at_once=True)
                 break
@@ -263,7 +245,7 @@ def _read_into(buffer: Any, reader: _PipeEnd) -> Iterator[tuple[()]]:
     view = memoryview(buffer)
     while view:
         yield ()
-        if not (count := os.readv(reader.fileno(), [view])):
+        if not (count := reader.readinto(view)):
             raise EOFError
         view = view[count:]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.io.installed import missing_package
+from tandem.io.installed import require_packages
 from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, error_text, read_json, wrong_kind_text
 
 from .files import is_url, redact
@@ -115,10 +115,7 @@ class TableSource(Rows):
     """
 
     def __init__(self, files: Files, specs: Sequence[FieldSpec]) -> None:
-        try:  # imported here, so that loader workers forked later need not
-            import pyarrow.parquet  # noqa: F401
-        except ImportError:
-            raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
+        require_packages("reading Arrow and parquet files", "pyarrow", "pyarrow.parquet", extra="datasets")
         self._arguments, self.paths = (files, tuple(specs)), files.paths
         with ThreadPoolExecutor(_THREADS) as threads:  # a server answers slowly
             open_files = [*threads.map(_open_table, files.paths)]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tandem.data.decoding.texts import normalize_text, read_single_text
 from tandem.data.fields import Field, ImageField, SampleDataset
-from tandem.data.sets import has_content, open_records
+from tandem.data.sets import open_records
 from tandem.data.sources.record import FieldSpec, FileRef, Record
 from tandem.data.sources.rows import Rows
 
@@ -90,7 +90,7 @@ def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Sampl
     arguments."""
     image, class_names = ImageField(**options), list[str]()
     source = open_records(spec, [image.spec, LabelField.spec], "shapes", image.seed)
-    is_stated = has_content(source, LabelField.spec.name)
+    is_stated = bool(source.examples(LabelField.spec.name))
     if is_stated:
         class_names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
     else:

@@ -27,10 +27,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tandem.data.bad_samples import BadSample, BadSampleLog
-from tandem.io.reading import READ_ERRORS, check_regular, error_text, parse_json, read_json, read_lines
+from tandem.io.reading import READ_ERRORS, check_regular, error_text, parse_json, read_bytes, read_lines
 from tandem.io.renamed import rename_settings
 
-from .output import OutputFolder, json_bytes, sha256_of
+from .output import OutputFolder, json_bytes
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 COUNT = "code_frames"  # key of the number of rows of an item that has several
@@ -203,8 +203,9 @@ class StoredArrays:
                 reason = "the command that fills it did not finish: start it again; or another program made it"
             raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {reason}")
         with explain_errors(path):
-            self.index: Mapping[str, Any] = rename_settings(read_json(path))
-            self.sha256 = sha256_of([path])
+            content = read_bytes(path)
+            self.index: Mapping[str, Any] = rename_settings(parse_json(content))
+            self.sha256 = hashlib.sha256(content).hexdigest()
             for entry in self.index["shards"]:
                 if not stays_inside(entry["file"], parts=1):
                     raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
