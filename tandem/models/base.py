@@ -45,8 +45,6 @@ class Pretrained(nn.Module):
 
     Config: ClassVar[type[ModelConfig]]
     """The dataclass that the constructor takes."""
-    without_effect_on_weights: ClassVar[frozenset[str]] = frozenset()
-    """Arguments that have no effect on the weights, so `load_weights_from` accepts a model that differs in them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -114,7 +112,7 @@ class Pretrained(nn.Module):
 
     def _architecture(self) -> dict[str, Any]:
         """The constructor arguments on which the weights depend."""
-        ignored = self.without_effect_on_weights | self.Config.unused(SimpleNamespace(**self.config))
+        ignored = self.Config.without_effect_on_weights() | self.Config.unused(SimpleNamespace(**self.config))
         return {name: value for name, value in self.config.items() if name not in ignored}
 
     @classmethod

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tandem.config.models.mulan import MuLaNConfig
 from tandem.models.layers.attention import Transformer, output_layers
-
-if TYPE_CHECKING:
-    from tandem.config.models.mulan import MuLaNConfig
 
 
 class PreciseLayerNorm(nn.LayerNorm):

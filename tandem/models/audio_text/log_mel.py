@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.config.models.mulan import MuLaNConfig
 from tandem.models.layers.attention import at_least_fp32
-
-if TYPE_CHECKING:
-    from tandem.config.models.mulan import MuLaNConfig
 
 # Decibels are relative to a power of 1, and clamped at 80 below the loudest of the clip.
 _AMIN, _TOP_DB = 1e-10, 80.0
@@ -38,9 +35,9 @@ class Spectrogram:
     Always computed in fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. This class is
     not a module and has no buffers, because some backends cast buffers.
 
-    The spectrogram "log_mel" has bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]; "power"
-    has the n_fft / 2 + 1 squared magnitudes. A window of win_length samples lies in the middle of a frame of n_fft
-    samples, and is 0 around it. Clips shorter than a patch are padded with silence.
+    The spectrogram "log_mel" has bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1] and
+    silence at -2; "power" has the n_fft / 2 + 1 squared magnitudes. A window of win_length samples lies in the middle
+    of a frame of n_fft samples, and is 0 around it. Clips shorter than a patch are padded with silence.
 
     Raises:
         ValueError: one line that names the field of the configuration.

@@ -77,9 +77,9 @@ class LatentProjections(nn.Module):
 class MuLaN(Pretrained):
     """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
 
-    `noise_size` alone depends on the length of the training clips: clips of any length can be encoded. Each of
-    `hierarchical_layers` below the final output has its own linear map, temperature and bias (Shukor et al. 2022,
-    "ViCHA").
+    Clips of any length can be encoded; `noise_size`, how many uniform numbers a clip needs in training, is that of a
+    clip of clip_seconds. Each of `hierarchical_layers` below the final output has its own linear map, temperature and
+    bias (Shukor et al. 2022, "ViCHA").
 
     The layout "musiclm" computes the same as the MuLaN of musiclm-pytorch 0.2.8 (`weights.formats.musiclm`), so that
     its MusicLM can be conditioned on it: spectrograms are powers; clips are mirrored at their ends; patches are
@@ -92,7 +92,6 @@ class MuLaN(Pretrained):
     """
 
     Config = MuLaNConfig
-    without_effect_on_weights = MuLaNConfig.without_effect_on_weights()
     cut_before = ("text",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: MuLaNConfig) -> None:
@@ -100,12 +99,12 @@ class MuLaN(Pretrained):
         super().__init__(config)
         # Whether CLIP's tokenizer marks the start and the end of a text; musiclm-pytorch has no marks.
         self.adds_special_tokens = config.layout == "tandem"
-        self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
+        self.spectrogram = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
         self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
         self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MAX_ELEMENTS))
-        if not config.audio_tower and self.frontend.bands < config.patch_size:
+        if not config.audio_tower and self.spectrogram.bands < config.patch_size:
             problem = f"patch_size {config.patch_size} is larger than"
-            raise ValueError(f"{problem} the {self.frontend.bands} bands of a spectrogram")
+            raise ValueError(f"{problem} the {self.spectrogram.bands} bands of a spectrogram")
         self.clip_elements = self._count_clip_elements()
         self._check_caption()
         tower_options = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
@@ -114,6 +113,7 @@ class MuLaN(Pretrained):
             self.audio = PretrainedAudioTower(config.audio_tower, *tower_options, config.freeze_audio_tower)
         else:
             self.audio = AudioTransformer(config)
+        self.noise_size = self._count_noise(self.clip_samples)
         text: TextTransformer | PretrainedTextTower
         if config.text_tower:
             text = PretrainedTextTower(config.text_tower, *tower_options, config.freeze_text_tower)
@@ -131,12 +131,12 @@ class MuLaN(Pretrained):
     def _count_clip_elements(self) -> int:
         """The number of tensor elements that a clip of clip_seconds takes at once: its samples, its spectrum and its
         attention weights. Raises ValueError if there are too many."""
-        config, frames = self.config, self.frontend.num_frames(self.clip_samples)
+        config, frames = self.config, self.spectrogram.num_frames(self.clip_samples)
         tower = config["audio_tower"]
         if tower and frames > tower["max_length"]:
             limit = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {limit}; use shorter clips")
-        patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
+        patches = (self.spectrogram.bands // config["patch_size"]) * (frames // config["patch_size"])
         num_weights = config["audio_heads"] * (count_patches(tower) if tower else patches) ** 2
         num_elements = self.clip_samples + frames * (config["n_fft"] + 2) + num_weights
         dropout_elements = (_DROPOUT_ELEMENTS - 1) * num_weights if config["attn_dropout"] and not tower else 0
@@ -166,13 +166,8 @@ class MuLaN(Pretrained):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `nn.Module.compile` does."""
         # Constants created inside the graph would cause a recompilation.
-        self.frontend.prepare(next(self.parameters()).device)
+        self.spectrogram.prepare(next(self.parameters()).device)
         super().compile(*args, **kwargs)
-
-    @property
-    def noise_size(self) -> int:
-        """Uniform numbers that a clip of clip_seconds needs in training: 4 for the masks, and one per patch."""
-        return self._noise_size(self.clip_samples)
 
     def forward(
         self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None,
@@ -209,15 +204,10 @@ class MuLaN(Pretrained):
         """Tokens int64 (b, t), of which the first ``lengths`` (b,) of a row count -> unit vectors (b, dim_latent)."""
         return self.text_latents(self.text(tokens, lengths))[:, 0]
 
-    def spectrogram(self, waveforms: Tensor) -> Tensor:
-        """Waveforms (b, n) -> input of the audio tower (b, bands, frames) in fp32 or fp64: log-mel, about in [-2, 2],
-        or powers, at least 0."""
-        return self.frontend(waveforms)
-
     def _encode_audio(self, waveforms: Tensor, noise: Tensor | None, dropout_keys: Tensor | None = None) -> Tensor:
-        spectrograms = self.audio.crop(self.frontend(waveforms))
+        spectrograms = self.audio.crop(self.spectrogram(waveforms))
         if noise is not None:
-            expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
+            expected = (len(waveforms), self._count_noise(waveforms.shape[1]))
             if noise.shape != expected:
                 problem = f"{expected[0]} clips of {waveforms.shape[1]} samples take {expected}"
                 hint = "train on clips of clip_seconds and use noise_size"
@@ -226,6 +216,7 @@ class MuLaN(Pretrained):
             spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
         return self.audio_latents(self.audio(spectrograms, noise, dropout_keys))
 
-    def _noise_size(self, samples: int) -> int:
-        rows, columns = self.audio.grid(self.frontend.bands, self.frontend.num_frames(samples))
+    def _count_noise(self, samples: int) -> int:
+        """Uniform numbers that a clip of so many samples needs in training: 4 for the masks, and one per patch."""
+        rows, columns = self.audio.grid(self.spectrogram.bands, self.spectrogram.num_frames(samples))
         return MASK_NOISE + rows * columns

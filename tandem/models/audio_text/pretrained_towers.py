@@ -94,9 +94,8 @@ class _Tower(nn.Module):
         that of the last layer has passed the encoder's own norm."""
         with torch.no_grad() if self.frozen else nullcontext():
             out = self.encoder(**inputs, output_hidden_states=len(self.layers) > 1)
-            last, *lower = map(
-                pool, [out.last_hidden_state, *(out.hidden_states[1 + layer] for layer in self.layers[1:])]
-            )
+            outputs = [out.last_hidden_state, *(out.hidden_states[1 + layer] for layer in self.layers[1:])]
+            last, *lower = (pool(output) for output in outputs)
         return torch.stack([last, *(norm(output) for norm, output in zip(self.norms, lower, strict=True))], dim=1)
 
 

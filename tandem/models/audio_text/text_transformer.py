@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from tandem.config.models.mulan import MuLaNConfig
 from tandem.models.layers.attention import Transformer, output_layers
-
-if TYPE_CHECKING:
-    from tandem.config.models.mulan import MuLaNConfig
 
 _INIT_STD = 0.02
 

@@ -53,7 +53,6 @@ class DiscreteVAE(Pretrained):
     """
 
     Config = DiscreteVAEConfig
-    without_effect_on_weights = DiscreteVAEConfig.without_effect_on_weights()
     _mean: Tensor
     _std: Tensor
 
@@ -69,7 +68,7 @@ class DiscreteVAE(Pretrained):
         _check_image_size(image_size, num_layers)
         if config.reinmax and not config.straight_through:
             raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
-        self.image_size, self.num_tokens = image_size, num_tokens
+        self.image_size, self.num_tokens, self.num_codes = image_size, num_tokens, num_tokens
         self.channels = channels = 4 if config.transparent else 3
         self.straight_through, self.reinmax = config.straight_through, config.reinmax
         self.smooth_l1_loss, self.is_kl_trained = config.smooth_l1_loss, config.kl_loss_weight > 0
@@ -97,11 +96,6 @@ class DiscreteVAE(Pretrained):
         for name, alpha_value in (("mean", 0.0), ("std", 1.0)):
             values = torch.tensor([0.5, 0.5, 0.5, alpha_value][:channels])
             self.register_buffer(f"_{name}", values[:, None, None], persistent=False)
-
-    @property
-    def num_codes(self) -> int:
-        """Number of codes: num_tokens."""
-        return self.num_tokens
 
     @property
     def codebook_summary(self) -> str:

@@ -91,16 +91,13 @@ class VideoDiscriminator(Pretrained):
     """
 
     Config = VideoDiscriminatorConfig
+    num_heads = 1 + len(_TIME_STRIDES)
+    """Number of logit tensors for clips with enough frames."""
 
     def __init__(self, config: VideoDiscriminatorConfig) -> None:
         super().__init__(config)
         self.frame_head = Discriminator(DiscriminatorConfig(config.dim, config.layers))
         self.clip_heads = nn.ModuleList(_ClipHead(config.dim, config.layers) for _ in _TIME_STRIDES)
-
-    @property
-    def num_heads(self) -> int:
-        """Number of heads, which is the number of logit tensors for clips with enough frames."""
-        return 1 + len(self.clip_heads)
 
     def forward(self, videos: Tensor, frames: Tensor) -> list[Tensor]:
         """Videos (b, c, f, h, w) in [0, 1] and the frame of each that the frame head sees, int64 (b,) -> fp32 logits of

@@ -7,43 +7,33 @@ Layers have taming's names, with underscores in place of dots: ``down_0_block_1`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tandem.config.models.autoencoders import VQGANConfig
 from tandem.models.quantizers import make_quantizer
 
-if TYPE_CHECKING:
-    from tandem.config.models.autoencoders import VQGANConfig
-
 _MAX_LEVELS = 12
+_EPSILON = 1e-6  # of every GroupNorm
 
 
 class NormSwish(nn.GroupNorm):
-    """GroupNorm and then, with `swish`, x sigmoid(x)."""
-
-    def __init__(self, groups: int, channels: int, *, swish: bool = True) -> None:
-        super().__init__(groups, channels, eps=1e-6)
-        self.swish = swish
+    """GroupNorm and then swish, x sigmoid(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return F.silu(x) if self.swish else x
-
-
-Norm = Callable[..., NormSwish]
+        return F.silu(super().forward(x))
 
 
 class ResnetBlock(nn.Module):
     """GroupNorm, swish and a 3 x 3 convolution, twice, added to the input, (b, c, h, w) -> (b, width, h, w)."""
 
-    def __init__(self, channels: int, width: int, norm: Norm) -> None:
+    def __init__(self, channels: int, width: int, groups: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = norm(channels), nn.Conv2d(channels, width, 3, padding=1)
-        self.norm2, self.conv2 = norm(width), nn.Conv2d(width, width, 3, padding=1)
+        self.norm1, self.conv1 = NormSwish(groups, channels, _EPSILON), nn.Conv2d(channels, width, 3, padding=1)
+        self.norm2, self.conv2 = NormSwish(groups, width, _EPSILON), nn.Conv2d(width, width, 3, padding=1)
         self.nin_shortcut = nn.Conv2d(channels, width, 1) if channels != width else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,9 +43,9 @@ class ResnetBlock(nn.Module):
 class AttentionBlock(nn.Module):
     """Attention with one head among all positions of an image, added to the input: (b, c, h, w) -> its shape."""
 
-    def __init__(self, channels: int, norm: Norm) -> None:
+    def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
-        self.norm = norm(channels, swish=False)
+        self.norm = nn.GroupNorm(groups, channels, _EPSILON)
         self.q, self.k, self.v, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,43 +117,43 @@ def make_body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
 
 def _make_encoder(config: VQGANConfig, channels_out: int) -> OrderedDict[str, nn.Module]:
     """Layers by name: images (b, c, h, w) -> (b, channels_out, h', w')."""
-    norm, channels = partial(NormSwish, config.norm_groups), config.dim
+    groups, channels = config.norm_groups, config.dim
     encoder: OrderedDict[str, nn.Module] = OrderedDict(conv_in=nn.Conv2d(config.channels, channels, 3, padding=1))
     for level, multiple in enumerate(config.ch_mult):
         for number in range(config.num_resnet_blocks[0]):
-            encoder[f"down_{level}_block_{number}"] = ResnetBlock(channels, config.dim * multiple, norm)
+            encoder[f"down_{level}_block_{number}"] = ResnetBlock(channels, config.dim * multiple, groups)
             channels = config.dim * multiple
             if level in (config.attention_levels or ()):
-                encoder[f"down_{level}_attn_{number}"] = AttentionBlock(channels, norm)
+                encoder[f"down_{level}_attn_{number}"] = AttentionBlock(channels, groups)
         if level < len(config.ch_mult) - 1:
             encoder[f"down_{level}_downsample"] = Downsample(channels)
-    encoder |= _make_middle(channels, norm)
-    encoder["norm_out"] = norm(channels)
+    encoder |= _make_middle(channels, groups)
+    encoder["norm_out"] = NormSwish(groups, channels, _EPSILON)
     encoder["conv_out"] = nn.Conv2d(channels, channels_out, 3, padding=1)
     return encoder
 
 
 def _make_decoder(config: VQGANConfig, channels_in: int) -> OrderedDict[str, nn.Module]:
     """Layers by name: (b, channels_in, h', w') -> images (b, c, h, w)."""
-    norm, channels = partial(NormSwish, config.norm_groups), config.dim * config.ch_mult[-1]
+    groups, channels = config.norm_groups, config.dim * config.ch_mult[-1]
     decoder: OrderedDict[str, nn.Module] = OrderedDict(conv_in=nn.Conv2d(channels_in, channels, 3, padding=1))
-    decoder |= _make_middle(channels, norm)
+    decoder |= _make_middle(channels, groups)
     for level, multiple in reversed([*enumerate(config.ch_mult)]):
         for number in range(config.num_resnet_blocks[0] + 1):
-            decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, config.dim * multiple, norm)
+            decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, config.dim * multiple, groups)
             channels = config.dim * multiple
             if level in (config.attention_levels or ()):
-                decoder[f"up_{level}_attn_{number}"] = AttentionBlock(channels, norm)
+                decoder[f"up_{level}_attn_{number}"] = AttentionBlock(channels, groups)
         if level:
             decoder[f"up_{level}_upsample"] = Upsample(channels)
-    decoder["norm_out"] = norm(channels)
+    decoder["norm_out"] = NormSwish(groups, channels, _EPSILON)
     decoder["conv_out"] = nn.Conv2d(channels, config.channels, 3, padding=1)
     return decoder
 
 
-def _make_middle(channels: int, norm: Norm) -> OrderedDict[str, nn.Module]:
+def _make_middle(channels: int, groups: int) -> OrderedDict[str, nn.Module]:
     return OrderedDict(
-        mid_block_1=ResnetBlock(channels, channels, norm),
-        mid_attn_1=AttentionBlock(channels, norm),
-        mid_block_2=ResnetBlock(channels, channels, norm),
+        mid_block_1=ResnetBlock(channels, channels, groups),
+        mid_attn_1=AttentionBlock(channels, groups),
+        mid_block_2=ResnetBlock(channels, channels, groups),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -26,8 +26,6 @@ from tandem.models.layers.video.blocks import (
 from tandem.models.layers.video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.base import straight_through
-
-Self = TypeVar("Self", bound="VideoTokenizer")
 
 
 class VideoTokenizerOutput(NamedTuple):
@@ -63,7 +61,6 @@ class VideoTokenizer(Autoencoder):
     """
 
     Config = VideoTokenizerConfig
-    without_effect_on_weights = VideoTokenizerConfig.without_effect_on_weights()
     channels = 3  # RGB
     cut_before = ("decoder",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 

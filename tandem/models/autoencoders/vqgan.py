@@ -62,7 +62,6 @@ class VQGAN(Autoencoder):
     """
 
     Config = VQGANConfig
-    without_effect_on_weights = VQGANConfig.without_effect_on_weights()
     cut_before = ("quantizer",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: VQGANConfig) -> None:
@@ -102,14 +101,15 @@ class VQGAN(Autoencoder):
     def config(self) -> dict[str, Any]:
         """The fields of the configuration by name; a scale of continuous latents that was not given is measured."""
         scale = self._measured_scale()
-        return {**self._arguments, **dict(zip(("scaling_factor", "shift_factor"), scale, strict=True) if scale else ())}
+        if scale is None:
+            return self._arguments
+        return {**self._arguments, "scaling_factor": scale[0], "shift_factor": scale[1]}
 
     @property
     def scaling_factor(self) -> float | None:
         """A diffusion model gets (latent - `shift_factor`) x scaling_factor. As given or measured; None if it is not
         known, or there are codes."""
-        factor: float | None = self.config["scaling_factor"]
-        return factor
+        return self.config["scaling_factor"]
 
     @property
     def shift_factor(self) -> float | None:

@@ -42,7 +42,6 @@ class Decoder(Pretrained):
     """
 
     Config = DecoderConfig
-    without_effect_on_weights = DecoderConfig.without_effect_on_weights() | {"clip"}
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -60,13 +59,13 @@ class Decoder(Pretrained):
                 for name in config.noise_schedule
             ]
             has_noise = config.lowres_condition == "noise"
-            # A list, because the copies that `with_unets` makes share it, and with it the schedule on the device.
-            self._lowres_schedules = [Schedule.from_name(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
+            self._lowres_schedule = Schedule.from_name(LOWRES_SCHEDULE, LOWRES_TIMESTEPS) if has_noise else None
         self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
 
     def _architecture(self) -> dict[str, Any]:
-        # Of the values of lowres_condition, "noise" alone adds weights.
-        return {**super()._architecture(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}
+        # Of the values of lowres_condition, "noise" alone adds weights; `clip` is not part of the model.
+        has_noise = self.config["lowres_condition"] == "noise"
+        return {**super()._architecture(), "clip": None, "lowres_noise_cond": has_noise}
 
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
@@ -91,16 +90,11 @@ class Decoder(Pretrained):
 
     def schedule(self, index: int) -> Schedule:
         """The schedule of Unet number ``index``, from 0, on the device of the weights."""
-        return self._on_device(self.schedules, index)
+        return self.schedules[index].to(self.device)
 
     def lowres_schedule(self) -> Schedule | None:
         """The schedule of the noise on low-resolution pictures, on the device of the weights; None if there is none."""
-        return self._on_device(self._lowres_schedules, 0) if self._lowres_schedules else None
-
-    def _on_device(self, schedules: list[Schedule], index: int) -> Schedule:
-        if schedules[index].log_snr.device != self.device:
-            schedules[index] = schedules[index].to(self.device)
-        return schedules[index]
+        return self._lowres_schedule.to(self.device) if self._lowres_schedule else None
 
     def picture_shape(self, index: int, crop: int = 0) -> tuple[int, int, int]:
         """(c, s, s) of the pictures that Unet number ``index``, from 0, is trained on: crops of side ``crop``, or whole
@@ -266,7 +260,7 @@ def check_guide(decoder: Decoder, guide: Decoder) -> None:
             problem = f"makes pictures of {guide_size} pixels a side, but that of the decoder makes pictures of {size}"
         elif theirs.timesteps != ours.timesteps:
             problem = f"has {theirs.timesteps} noise levels, but that of the decoder has {ours.timesteps}"
-        elif theirs.is_flow != ours.is_flow or not torch.equal(theirs.log_snr.cpu(), ours.log_snr.cpu()):
+        elif theirs.is_flow != ours.is_flow or not torch.equal(theirs.log_snr, ours.log_snr):
             problem = "has another noise schedule than that of the decoder"
         elif guide_config.lowres_noise_cond and decoder.lowres_schedule() is None:
             problem = "takes the noise level of the smaller picture, but the decoder adds no noise to it"

@@ -4,7 +4,9 @@ DALLE2-pytorch 1.15.6 have by default and in LAION's published configurations.""
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -33,7 +35,6 @@ class Unet(Pretrained):
     """
 
     Config = UnetConfig
-    without_effect_on_weights = frozenset(("gradient_checkpointing",))
 
     def __init__(self, config: UnetConfig) -> None:
         super().__init__(config)
@@ -75,6 +76,9 @@ class Unet(Pretrained):
         self.to_out = nn.Conv2d(dim + CHANNELS * config.lowres_cond, channels_out, 1)
         for weight in self.to_out.parameters():
             nn.init.zeros_(weight)
+
+    def _architecture(self) -> dict[str, Any]:
+        return {**super()._architecture(), "gradient_checkpointing": None}  # it has no effect on the weights
 
     @property
     def smallest_multiple(self) -> int:
@@ -238,7 +242,7 @@ class Up(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.attention = _make_attention(config, level, wide)
         is_upsampling = config.memory_efficient or level > 0
-        self.after = PixelShuffleUpsample(wide, narrow) if is_upsampling else nn.Identity()
+        self.after = _make_doubling(wide, narrow) if is_upsampling else nn.Identity()
 
     def forward(self, x: Tensor, skips: list[Tensor], t: Tensor, tokens: Tensor, recompute: bool) -> Tensor:
         """The level's output. ``skips`` are the maps of the level on the way down."""
@@ -420,19 +424,6 @@ class UnshuffledConv2d(nn.Conv2d):
         return F.conv2d(x, self.weight.reshape(self.out_channels, -1, 2, 2), self.bias, stride=2)
 
 
-class PixelShuffleUpsample(nn.Module):
-    """1 x 1 convolution, SiLU, pixel shuffle: (b, dim, h, w) -> (b, dim_out, 2 h, 2 w). The four pixels start equal:
-    see `replicate_filters`."""
-
-    def __init__(self, dim: int, dim_out: int) -> None:
-        super().__init__()
-        conv = replicate_filters(nn.Conv2d(dim, 4 * dim_out, 1), 4)
-        self.net = nn.Sequential(conv, nn.SiLU(), nn.PixelShuffle(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
 def sinusoids(x: Tensor, dim: int) -> Tensor:
     """Numbers (b,) -> fp32 (b, dim): sines, then cosines of dim / 2 frequencies from 1 to 1 / 10000 (Vaswani et al.
     2017, section 3.5). Never in a lower precision: bf16 cannot tell apart the integers above 256."""
@@ -471,6 +462,13 @@ def _make_attention(config: UnetConfig, level: int, dim: int) -> nn.Module | Non
 def _make_halving(dim: int, dim_out: int) -> nn.Sequential:
     """(b, dim, h, w) -> (b, dim_out, h / 2, w / 2): pixel unshuffle and a 1 x 1 convolution."""
     return nn.Sequential(nn.Identity(), UnshuffledConv2d(4 * dim, dim_out, 1))
+
+
+def _make_doubling(dim: int, dim_out: int) -> nn.Sequential:
+    """(b, dim, h, w) -> (b, dim_out, 2 h, 2 w): 1 x 1 convolution, SiLU and pixel shuffle. The four pixels start equal:
+    see `replicate_filters`."""
+    conv = replicate_filters(nn.Conv2d(dim, 4 * dim_out, 1), 4)
+    return nn.Sequential(OrderedDict(net=nn.Sequential(conv, nn.SiLU(), nn.PixelShuffle(2))))
 
 
 def _make_token_projection(dim_in: int, count: int, dim: int) -> nn.Sequential:

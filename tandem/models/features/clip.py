@@ -117,8 +117,7 @@ class Clip(nn.Module):
 
     @property
     def _last_norm(self) -> nn.LayerNorm:
-        norm: nn.LayerNorm = getattr(self.network, "text", self.network).ln_final  # open_clip has two kinds of models
-        return norm
+        return getattr(self.network, "text", self.network).ln_final  # open_clip has two kinds of models
 
     def train(self, mode: bool = True) -> Clip:
         """Ignore ``mode`` and stay in eval mode."""

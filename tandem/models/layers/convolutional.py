@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tandem.models.base import Pretrained
 
-Self = TypeVar("Self", bound="Autoencoder")
 Conv = TypeVar("Conv", nn.Conv2d, nn.Conv3d)
 
 
@@ -42,7 +41,7 @@ class Autoencoder(Pretrained):
         self._is_encoder_frozen = True
         self.train(self.training)
 
-    def train(self: Self, mode: bool = True) -> Self:
+    def train(self, mode: bool = True) -> Autoencoder:
         """As in `nn.Module`, but a frozen quantizer stays in eval mode."""
         super().train(mode)
         self.quantizer.train(mode and not self._is_encoder_frozen)

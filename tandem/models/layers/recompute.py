@@ -25,6 +25,5 @@ def recompute_in_backward(function: Callable[..., Result], *inputs: Any, when: b
         contexts: dict[str, Any] = {}
         if not torch.compiler.is_compiling():
             contexts["context_fn"] = lambda: (nullcontext(), recomputation())
-        output: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
-        return output
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
     return function(*inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -15,8 +15,6 @@ from tandem.devices import sum_dtype
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sum over the processes, as a new tensor."""
-
-Self = TypeVar("Self", bound="Bottleneck")
 
 
 class Quantized(NamedTuple):
@@ -70,7 +68,8 @@ class GlobalMean:
 
 
 def _pack(total: Tensor, count: int) -> Tensor:
-    return torch.cat([wide_total := total.detach().to(sum_dtype(total.device)), wide_total.new_full((1,), count)])
+    wide_total = total.detach().to(sum_dtype(total.device))
+    return torch.cat([wide_total, wide_total.new_full((1,), count)])
 
 
 def single_process(tensor: Tensor) -> Tensor:
@@ -97,6 +96,8 @@ class Bottleneck(nn.Module):
     keeps_fp32: ClassVar[bool] = False
     """Whether averages stay in fp32 under `.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model."""
 
+    in_dim: int
+    """Channels of the encoder's output."""
     all_reduce: AllReduce
     gather: Callable[[Tensor], Tensor]
     """Concatenation over the processes along dimension 0, by rank."""
@@ -108,28 +109,23 @@ class Bottleneck(nn.Module):
         super().__init__()
         if dim < 1:
             raise ValueError(f"{'codebook_dim' if num_codes else 'latent_dim'} {dim}: give at least 1")
-        self.num_codes, self.dim = num_codes, dim
+        self.num_codes, self.dim, self.in_dim = num_codes, dim, dim
         self.all_reduce = self.gather = single_process
         self.rank, self.world_size = 0, 1
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bottleneck:
         # Share bound methods: a copy of one would copy its object, a backend with sockets, which cannot be copied.
         memo.update({id(shared): shared for shared in (self.all_reduce, self.gather)})
         clone = memo[id(self)] = self.__class__.__new__(self.__class__)
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
 
-    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Bottleneck:
         def convert(tensor: Tensor) -> Tensor:
             converted = fn(tensor)
             return tensor.to(converted.device) if converted.dtype in (torch.float16, torch.bfloat16) else converted
 
         return super()._apply(convert if self.keeps_fp32 else fn, recurse)
-
-    @property
-    def in_dim(self) -> int:
-        """Channels of the encoder's output."""
-        return self.dim
 
     def connect(self, processes: Any) -> None:
         """Share statistics with the other processes: `processes` has sum, gather, rank and world_size."""

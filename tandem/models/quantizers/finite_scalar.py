@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .base import Quantizer, straight_through
+from tandem.config.models.autoencoders import QuantizerConfig
 
-if TYPE_CHECKING:
-    from tandem.config.models.autoencoders import QuantizerConfig
+from .base import Quantizer, straight_through
 
 # Mentzer et al. 2023, table 1: codebook size -> levels.
 _LEVELS = {

@@ -4,17 +4,15 @@ autoencoders of Rombach et al. 2022."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from tandem.config.models.autoencoders import VQGANConfig
 from tandem.devices import sum_dtype
 
 from .base import Bottleneck, Quantized
-
-if TYPE_CHECKING:
-    from tandem.config.models.autoencoders import VQGANConfig
 
 _DECAY = 0.99  # per update, of the averages that give the scale of the latents
 _MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
@@ -46,12 +44,9 @@ class DiagonalGaussian(Bottleneck):
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(0, config.latent_dim)
+        self.in_dim = 2 * self.dim
         self.register_buffer("latent_stats", torch.zeros(3))
         self._sums: list[Tensor] = []
-
-    @property
-    def in_dim(self) -> int:
-        return 2 * self.dim
 
     def summary(self) -> str:
         return f"continuous latents of {self.dim} channels"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tandem.config.models.autoencoders import QuantizerConfig
+
 from .base import Quantizer, straight_through
 from .entropy import SoftmaxEntropy
-
-if TYPE_CHECKING:
-    from tandem.config.models.autoencoders import QuantizerConfig
 
 _BETA = 0.25  # weight of the term that moves entries to vectors
 _TEMPERATURE = 0.01  # of the entropy loss; the softmax of the choice has temperature 1

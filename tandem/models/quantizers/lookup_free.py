@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.config.models.autoencoders import QuantizerConfig
+
 from .base import Quantizer, straight_through
 from .entropy import SignEntropy, code_signs
-
-if TYPE_CHECKING:
-    from tandem.config.models.autoencoders import QuantizerConfig
 
 
 class LookupFreeQuantizer(Quantizer):
@@ -26,6 +25,10 @@ class LookupFreeQuantizer(Quantizer):
 
     H_batch is exact for up to 2^18 codes, and an upper bound for more; see `SignEntropy`.
 
+    With the quantizer "bsq" it is that of Zhao et al. 2024, "Image and video tokenization with binary spherical
+    quantization": z is replaced by its direction v = z / |z|, through which the gradient reaches z, and the corners are
+    on the unit sphere: q = sign(v) / sqrt(d). The paper has no ``commitment``.
+
     Raises:
         ValueError: a codebook size that is no power of two, or an inv_temperature that is not positive.
     """
@@ -33,56 +36,33 @@ class LookupFreeQuantizer(Quantizer):
     loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
 
     def __init__(self, config: QuantizerConfig) -> None:
-        bits = exact_log2(config.codebook_size)
-        magnitude = self._channel_magnitude(bits)
+        bits, is_spherical = exact_log2(config.codebook_size), config.quantizer == "bsq"
+        magnitude = 1 / math.sqrt(bits) if is_spherical else 1.0  # of each channel of an entry
         entropy = SignEntropy(bits, 4 * config.inv_temperature * magnitude, config.diversity_gamma)
         super().__init__(config.codebook_size, bits, entropy.mean)
-        self._magnitude, self._entropy = magnitude, entropy
-
-    @staticmethod
-    def _channel_magnitude(bits: int) -> float:
-        """Absolute value of each channel of an entry."""
-        return 1.0
+        self._magnitude, self._entropy, self._is_spherical = magnitude, entropy, is_spherical
 
     def _accumulate_stats(self, vectors: Tensor) -> None:
         self._entropy.accumulate_stats(vectors)
 
     def _quantize(self, vectors: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        codes = sign_codes(vectors)
+        codes = self._choose(vectors)
         entries = self._look_up(codes)
         # Keep this order: the gradients of vectors are added in it, so another order would round differently.
         commitment, entropy = F.mse_loss(vectors, entries), self._entropy(vectors, self._forward_all_reduce)
         return straight_through(entries, vectors), codes, {"commitment": commitment, "entropy": entropy}
 
     def _choose(self, vectors: Tensor) -> Tensor:
-        return sign_codes(vectors)
+        # 0 counts as negative. The first channel is the most significant bit, as in the public implementations; in Yu
+        # et al. 2024 it is the least significant.
+        shifts = torch.arange(self.dim - 1, -1, -1, device=vectors.device)
+        return ((vectors > 0).long() << shifts).sum(-1)
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return code_signs(codes, self.dim) * self._magnitude
 
-
-class BinarySphericalQuantizer(LookupFreeQuantizer):
-    """LFQ of a vector's direction v = z / |z|, with corners on the unit sphere: q = sign(v) / sqrt(d).
-
-    Zhao et al. 2024, "Image and video tokenization with binary spherical quantization"; p(c | v) = softmax_c 2
-    inv_temperature <v, c>, which is a product over the bits of sigmoid(4 inv_temperature v_b c_b), c_b = +-1 / sqrt(d).
-    Losses: ``commitment``, which the paper does not have, is mean (v - sg q)^2; ``entropy`` is H_sample -
-    diversity_gamma H_batch, in nats. The gradient reaches z through v.
-    """
-
-    @staticmethod
-    def _channel_magnitude(bits: int) -> float:
-        return 1 / math.sqrt(bits)
-
     def _project(self, vectors: Tensor) -> Tensor:
-        return F.normalize(vectors, dim=1)
-
-
-def sign_codes(vectors: Tensor) -> Tensor:
-    """Vectors (..., bits) -> int64 codes (...) of their signs; 0 counts as negative. The first channel
-    is the most significant bit, as in the public implementations; in Yu et al. 2024 it is the least significant."""
-    shifts = torch.arange(vectors.shape[-1] - 1, -1, -1, device=vectors.device)
-    return ((vectors > 0).long() << shifts).sum(-1)
+        return F.normalize(vectors, dim=1) if self._is_spherical else vectors
 
 
 def exact_log2(codebook_size: int) -> int:

@@ -4,18 +4,16 @@ a function of seed, step and index, computed on the device without a generator."
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.config.models.autoencoders import QuantizerConfig
 from tandem.devices import sum_dtype
 
 from .base import Quantizer, straight_through
-
-if TYPE_CHECKING:
-    from tandem.config.models.autoencoders import QuantizerConfig
 
 _SMOOTHING = 1e-5  # Laplace smoothing of the counts
 # Distances between vectors and entries that are computed at once: 256 MiB.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tandem.config.models.autoencoders import check_choices
+from tandem.config.models.autoencoders import VideoTokenizerConfig, check_choices
 from tandem.models.layers.convolutional import check_multiple
 
 from .attention import AdaptiveNorm, AttentionBlock, GateLoop, MemoryAttention, TaylorAttention
 from .causal import CausalConv3d, ResidualUnit, SpaceUp, TimeUp
-
-if TYPE_CHECKING:
-    from tandem.config.models.autoencoders import VideoTokenizerConfig
 
 LAYERS: dict[str, str | None] = {
     "residual": None,

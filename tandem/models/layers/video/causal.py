@@ -70,7 +70,7 @@ class StreamState:
             ValueError: the batch, height or width differs from that of the frames before.
         """
         if self.pending is not None:
-            if (old := _shape_of_a_frame(self.pending)) != (new := _shape_of_a_frame(x)):
+            if (old := _frame_shape(self.pending)) != (new := _frame_shape(x)):
                 raise ValueError(f"a stream of frames {old} (b, c, h, w) cannot go on with frames {new}")
             x = torch.cat([self.pending, x], dim=2)
         while x.shape[2] >= (length := frames if self.num_consumed else 1):
@@ -81,7 +81,7 @@ class StreamState:
         self.pending = x.clone()  # not a view, which would hold the memory of all frames
 
 
-def _shape_of_a_frame(x: Tensor) -> tuple[int, ...]:
+def _frame_shape(x: Tensor) -> tuple[int, ...]:
     return (*x.shape[:2], *x.shape[3:])
 
 
@@ -103,11 +103,12 @@ class CausalConv3d(nn.Conv3d):
 
     def __init__(
         self, fan_in: int, fan_out: int, kernel: tuple[int, int, int], *,
-        stride: tuple[int, int, int] = (1, 1, 1), pad_mode: str = "constant", bias: bool = True,
+        stride: tuple[int, int, int] = (1, 1, 1), pad_mode: str = "constant",
     ) -> None:  # fmt: skip
         padding = (0, kernel[1] // 2, kernel[2] // 2)
         mode: Any = "zeros" if pad_mode == "constant" else pad_mode
-        super().__init__(fan_in, fan_out, kernel, stride, padding, bias=bias, padding_mode=mode)
+        super().__init__(fan_in, fan_out, kernel, stride, padding, padding_mode=mode)
+        self._num_past_frames = kernel[0] - stride[0]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # type: ignore[override]
         """(b, i, f, h, w) -> (b, o, f', h', w')."""
@@ -131,10 +132,6 @@ class CausalConv3d(nn.Conv3d):
         if self.padding_mode == "zeros":  # the convolution pads
             return super()._conv_forward(input, weight, bias)
         return F.conv3d(self._pad_space(input), weight, bias, self.stride)
-
-    @property
-    def _num_past_frames(self) -> int:
-        return self.kernel_size[0] - self.stride[0]
 
     def _pad_space(self, x: Tensor) -> Tensor:
         _, height, width = self.kernel_size
