@@ -34,9 +34,10 @@ from tandem.config.converters import average_length, positive_int
 from tandem.config.parser import ArgumentParser
 from tandem.io.exits import Failed, exit_codes
 from tandem.io.installed import command_of
-from tandem.io.reading import counted, printable
+from tandem.io.reading import READ_ERRORS, counted, one_line, printable
+from tandem.io.writing import write_atomically
 from tandem.weights.load import load_discriminator, load_model, resolve, write_model
-from tandem.weights.push import add_push
+from tandem.weights.push import push
 
 # The largest error of the profile of a combined average, as a fraction of the profile's norm.
 LARGEST_PROFILE_ERROR = 0.2
@@ -90,7 +91,17 @@ def build_parser() -> ArgumentParser:
                   ("RUN", "folder of a run with --ema_power"), ("OUT", "folder to write"))
     add("--ema_length", type=average_length, required=True, metavar="LENGTH",
         help="standard deviation of the average's profile as a fraction of the run up to its last save, such as 0.07")
-    add_push(command, weights)
+
+    add = command(push, "push", "Upload a model to the Hugging Face Hub, with a model card made from its run.",
+                  ("RUN", "run folder, checkpoint or model folder"))
+    add("name", metavar="USER/NAME", help="model on the Hub; created if it does not exist")
+    add("--private", action="store_true", help="make it private")
+    add("--branch", metavar="NAME", help="upload to this branch, which is created if it does not exist (default: main)")
+    add("--message", default="Upload a model", metavar="TEXT", help="message of the commit")
+    add("--no_picture", action="store_true", help="leave out the newest picture of the run, which may show the data")
+    add("--dry_run", metavar="DIR", help="write what would be uploaded to DIR, and upload nothing; DIR can then be "
+        "pushed in place of RUN, with an edited README.md")
+    add("--weights", **weights)
     # fmt: on
     return parser
 
@@ -197,10 +208,10 @@ def export(args: argparse.Namespace) -> None:
         extras = {"discriminator": load_discriminator(path)} if public.read_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         note = public.save(model, out, **extras)
-    print(f"wrote {out}: {describe_model(model)}" + (f"; {note}" if note else ""))
+    print(f"wrote {out}: {summarize_model(model)}" + (f"; {note}" if note else ""))
 
 
-def describe_model(model: Any) -> str:
+def summarize_model(model: Any) -> str:
     return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
 
 
@@ -223,15 +234,12 @@ def average(args: argparse.Namespace) -> None:
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
     summary = f"averaged over {counted(updates, 'update')}; error of the profile {profile_error:.2%}"
-    print(f"wrote {out}: {describe_model(model)}, {summary}")
+    print(f"wrote {out}: {summarize_model(model)}, {summary}")
 
 
 def translate(args: argparse.Namespace) -> None:
     """Write the flags for a public training configuration, and print a line for each key without a counterpart."""
     import yaml
-
-    from tandem.io.reading import one_line
-    from tandem.io.writing import write_atomically
 
     out = check_output(args, is_folder=False, writer="config")
     try:
@@ -246,7 +254,7 @@ def translate(args: argparse.Namespace) -> None:
                 parser.with_values({name: value})
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, OSError) as error:
+    except READ_ERRORS as error:
         raise ValueError(f"{args.path}: {one_line(error)}") from None
     values = {name: value for name, (_, value) in translation.flags.items() if value is not None}
     all_settings = parser.settings(parser.with_values(values))

@@ -23,8 +23,8 @@ from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, PATH, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import kernel_settings
-from tandem.io.reading import counted, error_text
+from tandem.config.shared import bad_sample_flag, kernel_settings
+from tandem.io.reading import counted
 from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
@@ -73,12 +73,7 @@ class Config:
         title="embedding",
     )
     files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", requires=_AUDIO_ONLY)
-    on_bad_sample: str = flag(
-        "skip",
-        "leave out files that cannot be read, or stop at the first",
-        choices=("skip", "error"),
-        requires=_AUDIO_ONLY,
-    )
+    on_bad_sample: str = bad_sample_flag(_AUDIO_ONLY)
 
     query: list[str] | None = flag(
         None, "a sentence, or the path of a sound file; repeatable", action="append", metavar="TEXT", title="search"

@@ -35,7 +35,7 @@ from tandem import distributed
 from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
 from tandem.config.fields import flag, given, when, without
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import kernel_settings
+from tandem.config.shared import bad_sample_flag, kernel_settings
 from tandem.io.reading import counted
 from tandem.launch import fetch_model, inference_parser, start_inference
 from tandem.weights.load import default_weights_path, open_model, resolve
@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.stores.shards import Encode, ShardWriter
     from tandem.distributed import ProcessGroup
     from tandem.models import VideoTokenizer
+    from tandem.models.layers.video.causal import StreamState
 
 DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
@@ -112,12 +113,7 @@ class Config:
         "of a code (default: the square in the middle)",
         requires=_VIDEOS_ONLY,
     )
-    on_bad_sample: str = flag(
-        "skip",
-        "leave out files that cannot be read, or stop at the first",
-        choices=("skip", "error"),
-        requires=_ENCODING_ONLY,
-    )
+    on_bad_sample: str = bad_sample_flag(_ENCODING_ONLY)
     report: bool = flag(False, "print how many codes are used, and their perplexity", requires=_ENCODING_ONLY)
 
     with_flip: bool = flag(
@@ -302,33 +298,22 @@ class VideoCoder:
         if args.keep_aspect:
             self.settings["keep_aspect"] = True
 
-    def _start_encoding(self) -> Callable[[Tensor], Tensor]:
+    def _encode_next(self, state: StreamState, frames: Tensor) -> Tensor:
         from tandem.data.feed import to_unit_range
         from tandem.devices import to_device
-        from tandem.models.layers.video.causal import StreamState
 
-        model, processes, state = self._model, self._processes, StreamState()
+        pixels = to_unit_range(to_device(frames, self._processes.device))[None]
+        return run_model(self._processes, self._args.precision, "encoding", self._model.encode_next, pixels, state)[0]
 
-        def encode(frames: Tensor) -> Tensor:
-            pixels = to_unit_range(to_device(frames, processes.device))[None]
-            return run_model(processes, self._args.precision, "encoding", model.encode_next, pixels, state)[0]
-
-        return encode
-
-    def _start_decoding(self) -> Callable[[Tensor], Tensor]:
+    def _decode_next(self, state: StreamState, codes: Tensor) -> Tensor:
         from tandem.models.building import require_room
-        from tandem.models.layers.video.causal import StreamState
 
-        model, processes, state = self._model, self._processes, StreamState()
-
-        def decode(codes: Tensor) -> Tensor:
-            height, width = (side * model.pixels_per_code for side in codes.shape[1:])
-            frames = len(codes) * model.frames_per_code
-            require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
-            videos = run_model(processes, self._args.precision, "decoding", model.decode_next, codes[None], state)
-            return videos[0].transpose(0, 1)
-
-        return decode
+        model = self._model
+        height, width = (side * model.pixels_per_code for side in codes.shape[1:])
+        frames = len(codes) * model.frames_per_code
+        require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
+        videos = run_model(self._processes, self._args.precision, "decoding", model.decode_next, codes[None], state)
+        return videos[0].transpose(0, 1)
 
     def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
         """See `ImageCoder.open`; the shape of a row is [] if videos keep their shape."""
@@ -338,6 +323,7 @@ class VideoCoder:
         from tandem.data.stores.encoding import PIECE_FRAMES, encode_streams
         from tandem.models.building import require_room
         from tandem.models.layers.video.blocks import check_side
+        from tandem.models.layers.video.causal import StreamState
 
         model, args = self._model, self._args
         check_side("--image_size", side, model.pixels_per_code)
@@ -351,7 +337,8 @@ class VideoCoder:
             return clips.frames(videos.source.record(index), multiple)
 
         options: dict[str, Any] = {"dtype": code_dtype(model.num_codes), "frames_per_code": model.frames_per_code}
-        options |= {"num_threads": self._threads, "keep_aspect": args.keep_aspect, "open_stream": self._start_encoding}
+        options |= {"num_threads": self._threads, "keep_aspect": args.keep_aspect}
+        options["open_stream"] = lambda: functools.partial(self._encode_next, StreamState())
         grid = [] if args.keep_aspect else [side // model.pixels_per_code] * 2
         return grid, videos, functools.partial(encode_streams, read_frames, videos.describe, **options)
 
@@ -368,9 +355,10 @@ class VideoCoder:
 
     def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
         from tandem.data.stores.codes import decode_videos
+        from tandem.models.layers.video.causal import StreamState
 
-        options: Any = {"open_stream": self._start_decoding, "write": self._write_film, "num_threads": self._threads}
-        decode_videos(codes, shard, paths, **options)
+        options: Any = {"write": self._write_film, "num_threads": self._threads}
+        decode_videos(codes, shard, paths, lambda: functools.partial(self._decode_next, StreamState()), **options)
 
 
 def open_coder(
@@ -412,7 +400,8 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         side, kind = args.image_size or model.image_size, coder.kind
         grid, samples, compute = coder.open(side)
-        empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
+        latent_settings = {}
+        empty = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32")
         if not model.num_codes:
             # `grid` is the shape that the encoder gives for an image, [views, 2 x channels, h', w']. `shape` is that of
             # a latent in a file, which keeps the views apart, and has 2 x channels only with --latent moments.
@@ -430,8 +419,9 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
             text = f"{kind} keep their shape: the shorter side becomes {side} pixels, {sides_text}"
         elif kind == "videos":
             text += " (--keep_aspect keeps their shape)"
-        sound = "; their sound is left out, and --decode DIR --sound_from PATH adds it again"
-        processes.say(text + sound * (kind == "videos"))
+        if kind == "videos":
+            text += "; their sound is left out, and --decode DIR --sound_from PATH adds it again"
+        processes.say(text)
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **model_settings, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
@@ -447,9 +437,11 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         with processes.raise_on_all_ranks():
             stored: Any = coder.stored(output.path)
             statistics = stored.channel_statistics(range(processes.rank, len(shards), processes.world_size))
-        for line in channel_lines(
-            {int(k): v for part in processes.gather_objects(statistics) for k, v in part.items()}
-        ):
+        all_statistics: dict[int, Any] = {}
+        for statistics_of_rank in processes.gather_objects(statistics):
+            # JSON, in which processes exchange objects, turns keys into texts.
+            all_statistics |= {int(shard): values for shard, values in statistics_of_rank.items()}
+        for line in channel_lines(all_statistics):
             processes.say(line)
     if kind == "images" and len(names) > bad:
         with processes.raise_on_all_ranks():

@@ -34,6 +34,7 @@ from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted, error_text
+from tandem.io.writing import write_atomically
 from tandem.launch import fetch_model, inference_parser, start_inference
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.load import default_weights_path, resolve
@@ -245,21 +246,22 @@ def process_batches(
     from tandem.io.exits import AskedToStop
 
     n, rank, world, bad = len(samples), processes.rank, processes.world_size, []
-    n_processed, partly_read, example = 0, 0, ""
+    n_processed, partial_reads = 0, list[str]()
     requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
     load_request = partial(load_samples, partial(load, samples), samples.describe)
     loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=processes.waiting_for_workers)
 
     def batches() -> Batches:
-        nonlocal n_processed, partly_read, example
+        nonlocal n_processed
         for batch, notes, failures in loaded:
             bad.extend(failures)
             n_processed += len(notes) + len(failures)
-            for note in (note for _, note in notes if PARTIAL in note):
-                partly_read += 1
-                example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
+            batch_notes = [note for _, note in notes]
+            for note in batch_notes:
+                if PARTIAL in note:
+                    partial_reads.append(f"{samples.describe(note['index'])}: {note[PARTIAL]}")
             if notes:
-                yield to_unit_range(to_device(batch, processes.device)), [note for _, note in notes]
+                yield to_unit_range(to_device(batch, processes.device)), batch_notes
 
     steps, has_more, report_time = iter(measure(batches())), True, time.monotonic()
     while True:
@@ -282,10 +284,10 @@ def process_batches(
     log = BadSampleLog(n)
     for sample in log.share(bad, processes.gather_objects):
         processes.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
-    counts, examples = zip(*processes.gather_objects([partly_read, example]), strict=True)
+    counts, examples = zip(*processes.gather_objects([len(partial_reads), partial_reads[:1]]), strict=True)
     if any(counts):
-        example = next(filter(None, examples))
-        processes.say(f"read only in part: {counted(sum(counts), 'sample')}, such as {example}")
+        first = next(itertools.chain(*examples))
+        processes.say(f"read only in part: {counted(sum(counts), 'sample')}, such as {first}")
     with processes.raise_on_all_ranks():
         log.check()
         if n - log.count < 2:
@@ -302,7 +304,6 @@ def reference_statistics(
     from safetensors.torch import save
 
     from tandem.io.published import read_state_dict
-    from tandem.io.writing import write_atomically
     from tandem.training.metrics.fid import Gaussian
 
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -385,7 +386,6 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     import torch
 
     from tandem.data.stores.output import json_bytes
-    from tandem.io.writing import write_atomically
     from tandem.models.features.i3d import I3D_DIM
     from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
 
@@ -405,9 +405,9 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         if args.video_folder:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
             make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
-    views = processes.gather_objects([len(samples), samples.fingerprint, device.type])
+    fingerprints = processes.gather_objects([len(samples), samples.fingerprint, device.type])
     with processes.raise_on_all_ranks():
-        if any(view != views[0] for view in views):
+        if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
     processes.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
@@ -488,7 +488,6 @@ def draw(
     import torch
 
     from tandem.data.feed import to_unit_range
-    from tandem.io.writing import write_atomically
     from tandem.training.visuals.images import grid, to_png
 
     psnrs = {note["index"]: [psnr for psnr, _ in note["measurements"]] for note in notes}

@@ -70,15 +70,11 @@ def defaults_of(script: str) -> dict[str, Any]:
     return settings
 
 
-def read_all(readers: Sequence[RunReader]) -> dict[str, Any]:
-    return page_data([reader.read() for reader in readers])
-
-
 def write(path: Path, readers: Sequence[RunReader], is_default: bool) -> None:
     """Write the page. Raises ValueError, in one line, and OSError."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and is_report(path))):
         raise ValueError(f"{path} exists and is no report of report.py; give another --output")
-    data = read_all(readers)
+    data = page_data(readers)
     content = render_page(data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,14 +93,10 @@ def write(path: Path, readers: Sequence[RunReader], is_default: bool) -> None:
 def watch(readers: Sequence[RunReader], port: int) -> None:
     """Serve the page until Ctrl-C or SIGTERM. Raises ValueError, in one line, if the port is not available."""
     try:
-        server = Server(lambda: read_all(readers), port)
+        server = Server(lambda: page_data(readers), port)
     except OSError as error:
         raise ValueError(f"--port {port} is not available: {error.strerror}; give another, or leave it out") from None
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server:
         try:
             say(f"reading {counted(len(readers), 'run')}")

@@ -28,7 +28,7 @@ from tandem.config.fields import flag, given
 from tandem.config.models.decoder import GUIDED, Sampling
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import ClipFlags, kernel_settings
-from tandem.io.reading import counted
+from tandem.io.reading import LONGEST_JSON_BYTES, counted, plain_text, read_bytes, text_lines
 from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:
@@ -190,7 +190,6 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     from tandem.data.decoding.texts import normalize_text
     from tandem.data.sources.demo import condition_of
     from tandem.data.sources.record import FileRef
-    from tandem.io.reading import LONGEST_JSON_BYTES, plain_text, read_bytes, text_lines
 
     prompts = list(args.prompts or [])
     if args.prompt_file:

@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from .parser import ArgumentParser
 
 
+def bad_sample_flag(requirement: Requirement) -> Any:
+    """--on_bad_sample of a script that uses trained weights."""
+    text = "leave out files that cannot be read, or stop at the first"
+    return flag("skip", text, choices=("skip", "error"), requires=requirement)
+
+
 @dataclass
 class ClipFlags:
     """Flags of every script that computes embeddings by a CLIP."""

@@ -187,3 +187,9 @@ def replacing_model_file(path: Path) -> Iterator[Path]:
             yield temporary
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for disk errors
         raise OSError(f"cannot write {path}: {error_text(error)}") from None
+
+
+def save_pickled(content: Mapping[str, Any], path: Path) -> None:
+    """Write a file of torch.save; it appears whole or not at all. Raises what `replacing_model_file` raises."""
+    with replacing_model_file(path) as temporary, writing.create(temporary) as file:
+        torch.save(content, file)  # given a path, torch.save would hide the reason of a disk error

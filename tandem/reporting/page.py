@@ -16,6 +16,8 @@ from tandem.io.installed import missing_package
 from tandem.training.metrics.directions import COSTS, better_direction
 from tandem.training.run_folder.starts import now
 
+from .runs import RunReader
+
 GENERATOR = "report.py of tandem-training"
 _GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
 _HEAD_BYTES = 4096  # of a page, which contain `_GENERATOR_TAG`
@@ -42,13 +44,14 @@ def read_uplot() -> dict[str, str]:
     raise missing_package("report.py", "uplot-python, which draws the curves", "report")
 
 
-def page_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The data of a page, from what `RunReader.read` returned for each run."""
+def page_data(readers: Iterable[RunReader]) -> dict[str, Any]:
+    """The present data of a page about some runs."""
+    runs = [reader.read() for reader in readers]
     metrics = [name for run in runs for name in run["curves"]]
     not_zero = {name for run in runs for name, curve in run["curves"].items() if not _is_zero(curve)}
     return {
         "created": now(),
-        "runs": list(runs),
+        "runs": runs,
         "groups": groups(metrics, {*metrics} - not_zero),
         "directions": {name: direction for name in dict.fromkeys(metrics) if (direction := better_direction(name))},
     }
@@ -73,7 +76,7 @@ def metric_group(metric: str) -> str:
     return "Other values"
 
 
-def groups(metrics: Iterable[str], zero_metrics: Container[str] = ()) -> list[dict[str, object]]:
+def groups(metrics: Iterable[str], zero_metrics: Container[str]) -> list[dict[str, object]]:
     """[{"name", "metrics", "is_folded"}] of all metrics, in the given order within a group, without empty groups. The
     last group, folded on the page, holds `zero_metrics`, whose values are all 0, such as counts of faults."""
     members: Mapping[str, list[str]] = {name: [] for name in (*_GROUPS, _ALWAYS_ZERO)}

@@ -101,16 +101,13 @@ class RunReader:
         final_step = read_json_or_empty(self.path / "model" / "training.json").get("step")
         if type(final_step) is int and final_step >= last_step:
             return f"finished at update {final_step:,}"
-        step = (
-            f"at update {last_step:,}, {last_time or 'at an unknown time'}"
-            if last_step >= 0
-            else "before any line of metrics"
-        )
-        if is_stale_lock(self.path / ".lock"):
-            return f"ended without finishing, {step}"
-        return (
-            f"not finished: last line of metrics {step}" if last_step >= 0 else "not finished: no line of metrics yet"
-        )
+        has_ended = is_stale_lock(self.path / ".lock")
+        if last_step < 0 and has_ended:
+            return "ended without finishing, before any line of metrics"
+        if last_step < 0:
+            return "not finished: no line of metrics yet"
+        state = "ended without finishing," if has_ended else "not finished: last line of metrics"
+        return f"{state} at update {last_step:,}, {last_time or 'at an unknown time'}"
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:

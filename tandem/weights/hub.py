@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tandem.io.fetching import TIMEOUT_SECONDS, hub_library
-from tandem.io.reading import one_line
+from tandem.io.reading import error_text, one_line
 from tandem.io.writing import say
 from tandem.models.base import CONFIG_FILE, holds_weights, read_config
 from tandem.weights.formats.diffusers import diffusers_folder, read_folder_config, weight_files
@@ -158,5 +158,4 @@ def _describe(error: Exception) -> str:
     if status is None:
         return f"no answer ({type(error).__name__}: {one_line(error)})"
     login = "; for a private or gated model, log in with `hf auth login`, or set HF_TOKEN"
-    answer = one_line(ValueError(" ".join(str(error).split())))
-    return f"the Hub answers HTTP {status}: {answer}{login if status in (401, 403, 404) else ''}"
+    return f"the Hub answers HTTP {status}: {error_text(error)}{login if status in (401, 403, 404) else ''}"

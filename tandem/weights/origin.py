@@ -10,6 +10,7 @@ from typing import Any
 from tandem.commands import script_parser
 from tandem.config.fields import identity
 from tandem.config.parser import ArgumentParser
+from tandem.io.reading import read_json_or_empty, read_yaml
 from tandem.io.renamed import rename_settings
 from tandem.training.run_folder.starts import script_of
 
@@ -18,7 +19,6 @@ from .card import KINDS, Kind, public_settings
 
 def describe_origin(location: Path, kind: str, weights: str) -> str:
     """The end of a sentence: the update of the weights, and whether they are a moving average; "" if it is unknown."""
-    from tandem.io.reading import read_json_or_empty
     from tandem.training.checkpoint.format import read_checkpoint
 
     if kind == "checkpoint":
@@ -38,8 +38,6 @@ def find_run(location: Path) -> Path | None:
 def read_run_arguments(run: Path) -> argparse.Namespace:
     """The arguments of a run from its config.yaml, completed by defaults, with its `script` and `data_flag`. Raises
     ValueError, in one line, if this is no run folder, or it cannot be read."""
-    from tandem.io.reading import read_yaml
-
     script = script_of(run)
     try:
         config = read_yaml(run / "config.yaml") if script else None
@@ -60,8 +58,6 @@ def _supported_settings(config: dict[str, Any], parser: ArgumentParser) -> dict[
 
 def read_public_settings(run: Path, kind: Kind) -> dict[str, Any]:
     """The settings of a run's configuration that may be published; {} if it cannot be read."""
-    from tandem.io.reading import read_yaml
-
     with contextlib.suppress(OSError, ValueError):
         if isinstance(config := read_yaml(run / "config.yaml"), dict):
             parser = script_parser(kind.script)

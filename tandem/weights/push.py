@@ -1,30 +1,14 @@
-"""`convert.py push`: a model folder with its card, uploaded to the Hugging Face Hub."""
+"""`convert.py push`: uploads a model folder with its card to the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from .card import CARD, KINDS, PICTURE, model_card, newest_picture
 from .load import load_model, resolve, write_model
 from .origin import describe_origin, find_run, read_public_settings
-
-
-def add_push(command: Callable[..., Callable[..., Any]], weights: dict[str, Any]) -> None:
-    """Add the command push to convert.py. ``weights``: the options of its --weights."""
-    add = command(push, "push", "Upload a model to the Hugging Face Hub, with a model card made from its run.",
-                  ("RUN", "run folder, checkpoint or model folder"))  # fmt: skip
-    add("name", metavar="USER/NAME", help="model on the Hub; created if it does not exist")
-    add("--private", action="store_true", help="make it private")
-    add("--branch", metavar="NAME", help="upload to this branch, which is created if it does not exist (default: main)")
-    add("--message", default="Upload a model", metavar="TEXT", help="message of the commit")
-    add("--no_picture", action="store_true", help="leave out the newest picture of the run, which may show the data")
-    add("--dry_run", metavar="DIR", help="write what would be uploaded to DIR, and upload nothing; DIR can then be "
-        "pushed in place of RUN, with an edited README.md")  # fmt: skip
-    add("--weights", **weights)
 
 
 def push(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import errno
 import io
 import os
 import pathlib
@@ -27,7 +28,9 @@ from torch import Tensor, nn
 
 import convert
 from tandem.config.models.decoder import DecoderConfig
+from tandem.io import writing
 from tandem.io.published import read_state_dict
+from tandem.io.weights import save_pickled
 from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
 from tandem.weights.formats.dalle import save_dalle
 from tandem.weights.formats.detection import FORMATS, detect_format
@@ -205,6 +208,15 @@ def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:
     save_dalle(model, tmp_path / "vae.pt")
     assert_same_bits(DiscreteVAE.from_pretrained(tmp_path), model)
     assert_same_bits(FORMATS["dalle"].load(tmp_path / "vae.pt"), model)
+
+
+def test_a_full_disk_is_named_when_a_file_of_torch_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "create", lambda path: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
+    with pytest.raises(OSError, match=f"cannot write {tmp_path / 'model.pt'}: {os.strerror(errno.ENOSPC)}"):
+        save_pickled(STATE, tmp_path / "model.pt")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_run_without_a_model_yet_says_how_to_get_one(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Chart {
 
   // Every run that is shown and has the metric, with its points along the chosen axis.
   collect(runs, state) {
-    const found = [];
+    const curves = [];
     const lacking = [];
     let longest = 0;
     runs.forEach((run, index) => {
@@ -41,18 +41,18 @@ class Chart {
       }
       longest = Math.max(longest, xs[xs.length - 1] - xs[0]);
       if (state.hidden.has(index)) return;
-      found.push({
+      curves.push({
         index, run, xs, steps: curve.x, raw: curve.y, low: curve.lo, high: curve.hi, curve, nan: curve.nan.map(place),
         marks: run.marks.map((mark) => [place(mark.step), mark]),
       });
     });
-    for (const each of found) each.soft = smoothed(each.xs, each.raw, (state.smooth / 100) * longest);
+    for (const each of curves) each.soft = smoothed(each.xs, each.raw, (state.smooth / 100) * longest);
     this.lacking = lacking;
-    return found;
+    return curves;
   }
 
   draw(runs, state) {
-    const kept = this.axis === state.axis ? this.x : null;
+    const pointedX = this.axis === state.axis ? this.x : null;
     this.state = state;
     this.shown = this.collect(runs, state);
     const what = { step: "updates", samples: "samples", seconds: "seconds" }[state.axis];
@@ -119,7 +119,7 @@ class Chart {
     if (this.zoom && this.zoom.axis === state.axis) this.plot.setScale("x", this.zoom);
     else this.zoom = null;
     this.tell(null);
-    if (kept !== null) queueMicrotask(() => this.goTo(kept)); // after uPlot's own, which sets the scales
+    if (pointedX !== null) queueMicrotask(() => this.goTo(pointedX)); // after uPlot's own, which sets the scales
   }
 
   options(series, bands) {
@@ -160,11 +160,11 @@ class Chart {
 
   // uPlot wants a point of every series; those of edges and of what is smoothed are hidden.
   point(colour, hidden) {
-    const made = element("div", { class: "u-cursor-pt", hidden });
-    made.style.width = made.style.height = "9px";
-    made.style.marginLeft = made.style.marginTop = "-4.5px";
-    made.style.background = colour;
-    return made;
+    const node = element("div", { class: "u-cursor-pt", hidden });
+    node.style.width = node.style.height = "9px";
+    node.style.marginLeft = node.style.marginTop = "-4.5px";
+    node.style.background = colour;
+    return node;
   }
 
   drawMarks() {

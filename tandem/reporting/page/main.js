@@ -7,8 +7,8 @@ const state = { axis: "step", smooth: 0, log: false, marks: true, hidden: new Se
   step: Infinity, filter: "" };
 const charts = new Map();
 let data = { runs: [], groups: [] };
-let known = null; // names of groups and metrics that are on the page
-let switched = null; // names and colours of the runs that have a switch
+let groupsKey = null; // the groups on the page and their metrics, as JSON
+let switchesKey = null; // the names of the runs that have a switch, and the colours, as JSON
 let sources = new Map(); // of pictures, as data: URLs, by key
 
 function prepare(received) {
@@ -24,18 +24,19 @@ function prepare(received) {
 }
 
 function layOutCharts() {
-  const names = JSON.stringify(data.groups);
-  if (names === known) return;
-  known = names;
-  const shown = new Map([...document.querySelectorAll("#groups details")].map((each) => [each.dataset.name, each.open]));
+  const key = JSON.stringify(data.groups);
+  if (key === groupsKey) return;
+  groupsKey = key;
+  const states = [...document.querySelectorAll("#groups details")].map((each) => [each.dataset.name, each.open]);
+  const openByName = new Map(states);
   put("groups", ...data.groups.map((group) => {
     for (const metric of group.metrics) if (!charts.has(metric)) charts.set(metric, new Chart(metric));
-    const open = shown.has(group.name) ? shown.get(group.name) : !group.is_folded;
-    const made = element("details", { "data-name": group.name, open },
+    const isOpen = openByName.has(group.name) ? openByName.get(group.name) : !group.is_folded;
+    const details = element("details", { "data-name": group.name, open: isOpen },
       element("summary", {}, `${group.name} (${group.metrics.length})`),
       element("div", { class: "grid" }, ...group.metrics.map((metric) => charts.get(metric).figure)));
-    made.addEventListener("toggle", drawCharts);
-    return made;
+    details.addEventListener("toggle", drawCharts);
+    return details;
   }));
   if (!data.groups.length) put("groups", element("p", { class: "quiet" }, "No curves yet."));
 }
@@ -55,8 +56,8 @@ function drawCharts() {
 
 function showSwitches() {
   const runs = data.runs.length > 1 ? data.runs : [];
-  const names = JSON.stringify([isDark(), ...runs.map((run) => run.name)]);
-  if (names !== switched) put("run-switches", ...runs.map((run, index) => {
+  const key = JSON.stringify([isDark(), ...runs.map((run) => run.name)]);
+  if (key !== switchesKey) put("run-switches", ...runs.map((run, index) => {
     const box = element("input", { type: "checkbox", checked: !state.hidden.has(index) });
     box.addEventListener("change", () => {
       if (box.checked) state.hidden.delete(index);
@@ -65,7 +66,7 @@ function showSwitches() {
     });
     return element("label", {}, box, swatch(index), run.name);
   }));
-  switched = names;
+  switchesKey = key;
   const kinds = Object.keys(KINDS).filter((kind) => data.runs.some((run) => run.marks.some((m) => m.kind === kind)));
   put("mark-legend", kinds.length && element("span", {}, kinds.map((kind) => KINDS[kind].join(" ")).join(" \u00B7 ")));
 }

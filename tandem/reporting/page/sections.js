@@ -2,19 +2,19 @@
 // Everything on the page that is no curve: runs, pictures and tables.
 
 function table(label, head, rows) {
-  const made = element("table", {}, element("thead", {}, element("tr", {}, ...head.map((text) =>
+  const node = element("table", {}, element("thead", {}, element("tr", {}, ...head.map((text) =>
     element("th", { scope: "col" }, text)))), element("tbody", {}, ...rows));
-  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, made);
+  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, node);
 }
 
-// Put a table in place of the one before, which may have been scrolled.
-function putTable(id, made) {
-  const before = byId(id).querySelector(".scroll");
-  const left = before ? before.scrollLeft : 0;
-  const hasFocus = before !== null && before === document.activeElement;
-  put(id, made);
-  if (left) made.scrollLeft = left;
-  if (hasFocus) made.focus({ preventScroll: true });
+// Put a table in place of the previous one. Keeps how far that was scrolled, and its focus.
+function putTable(id, node) {
+  const previous = byId(id).querySelector(".scroll");
+  const left = previous ? previous.scrollLeft : 0;
+  const hasFocus = previous !== null && previous === document.activeElement;
+  put(id, node);
+  if (left) node.scrollLeft = left;
+  if (hasFocus) node.focus({ preventScroll: true });
 }
 
 function showRuns(runs) {

@@ -3,12 +3,12 @@
 // text (textContent), never as HTML.
 
 function element(tag, attributes, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
-    if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
+    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
-  return made;
+  node.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
+  return node;
 }
 
 const byId = (id) => document.getElementById(id);
@@ -40,12 +40,12 @@ const dashOf = (index) => [[], [8, 4], [2, 3]][Math.floor(index / 8) % 3];
 const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function swatch(index) {
-  const made = element("span", { class: "swatch", "aria-hidden": "true" });
+  const node = element("span", { class: "swatch", "aria-hidden": "true" });
   const colour = colourOf(index);
   const [on, off] = dashOf(index);
-  made.style.background = on
+  node.style.background = on
     ? `repeating-linear-gradient(90deg, ${colour} 0 ${on}px, transparent ${on}px ${on + off}px)` : colour;
-  return made;
+  return node;
 }
 
 function numberText(value, digits = 5) {
@@ -108,13 +108,13 @@ function clockAt(clock, step) {
 // A clock without gaps, that never goes back.
 function cleanClock(curve) {
   const clock = { x: [], y: [] };
-  let before = 0;
+  let highest = 0;
   (curve ? curve.x : []).forEach((step, index) => {
     const value = curve.y[index];
     if (value === null) return;
-    before = Math.max(before, value);
+    highest = Math.max(highest, value);
     clock.x.push(step);
-    clock.y.push(before);
+    clock.y.push(highest);
   });
   return clock;
 }
@@ -127,9 +127,9 @@ function smoothed(xs, values, length) {
   let sum = 0;
   let weights = 0;
   return values.map((value, index) => {
-    const kept = index ? Math.exp((xs[index - 1] - xs[index]) / length) : 0;
-    sum = kept * sum + (value === null ? 0 : value);
-    weights = kept * weights + (value === null ? 0 : 1);
+    const decay = index ? Math.exp((xs[index - 1] - xs[index]) / length) : 0;
+    sum = decay * sum + (value === null ? 0 : value);
+    weights = decay * weights + (value === null ? 0 : 1);
     return value === null ? null : sum / weights;
   });
 }

@@ -29,14 +29,13 @@ key "*" of a section stands for all its other keys."""
 def supported_values(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any]]) -> SupportedValues:
     """The supported values of all keys in sections, from the rows of public_names.yaml. ``equivalents``: key -> values
     with a counterpart, for keys of which the other package's default is not the only one."""
-    rows_by_key = {row.key: row for row in rows if "." in row.key}
-    return {
-        key: (
-            None if row.flag or row.note.startswith(_ANY_VALUE_NOTES) else equivalents.get(key, (read_default(row),)),
-            row.note,
-        )
-        for key, row in rows_by_key.items()
-    }
+    supported: SupportedValues = {}
+    for row in rows:
+        if "." in row.key:
+            takes_any = row.flag or row.note.startswith(_ANY_VALUE_NOTES)
+            values = None if takes_any else equivalents.get(row.key, (read_default(row),))
+            supported[row.key] = (values, row.note)
+    return supported
 
 
 def without_counterpart(config: Section, supported: SupportedValues) -> Iterator[str]:

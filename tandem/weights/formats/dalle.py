@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.io.archive import check_sizes
 from tandem.io.published import refuse_weights_flag
-from tandem.io.weights import first_names, on_cpu, read_content, replacing_model_file
+from tandem.io.weights import first_names, on_cpu, read_content, save_pickled
 from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
 
@@ -22,11 +20,9 @@ _OLD_DEFAULTS = {"channels": 3}
 
 def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
     """Write a vae-final.pt, {"hparams": ..., "weights": ...}; it appears whole or not at all."""
-    content = io.BytesIO()  # given a path, torch.save would hide the reason of a disk error
     hparams = {**model.config, "channels": 4 if model.config["transparent"] else 3}
-    torch.save({"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(model.state_dict())}, content)
-    with replacing_model_file(Path(path)) as temporary:
-        temporary.write_bytes(content.getbuffer())
+    content = {"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(model.state_dict())}
+    save_pickled(content, Path(path))
 
 
 def read_dalle(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

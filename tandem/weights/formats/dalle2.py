@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from tandem.config.models.decoder import DecoderConfig, UnetConfig
 from tandem.io.archive import check_sizes, has_weight_name
-from tandem.io.reading import READ_ERRORS, check_regular, one_line, read_json
-from tandem.io.weights import on_cpu, read_content, replacing_model_file
+from tandem.io.reading import check_regular, read_json
+from tandem.io.weights import on_cpu, read_content, save_pickled
 from tandem.models.building import check_arguments, plain_values
 from tandem.models.diffusion.decoder import Decoder
 from tandem.models.diffusion.schedule import Schedule
@@ -28,7 +27,6 @@ from tandem.models.diffusion.unet import IMAGE_TOKENS
 from .dalle2_config import decoder_config, decoder_part, public_config, unsupported_options
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
-_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError)
 _RELATIVE_TOLERANCE = 1e-3  # of alpha^2
 
 _UNET_KEY = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
@@ -55,8 +53,7 @@ def save_public_decoder(decoder: Decoder, path: Path) -> None:
     all. Raises ValueError, in one line, if the public package has no such decoder."""
     config = public_config(DecoderConfig(**decoder.config))
     content = {"version": _VERSION, "config": config, "model": on_cpu(public_state(decoder))}
-    with replacing_model_file(path) as temporary:
-        torch.save(content, temporary)
+    save_pickled(content, path)
 
 
 def public_state(decoder: Decoder) -> dict[str, Tensor]:
@@ -148,41 +145,41 @@ def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[
             ("best").
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile, or of a model that no `Decoder` equals.
+        ValueError, or another of `READ_ERRORS`, or RuntimeError: the file is missing, damaged, hostile, or of a model
+            that no `Decoder` equals.
     """
     content = read_content(path)
-    with _translate_errors(path):
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not a dict")
-        averages, model = content.get("ema"), content.get("model", content)
-        if weights == "ema" and not averages:
-            raise ValueError("it holds no moving average of the weights")
-        is_average = bool(averages) and weights != "online"
-        unets = _split_by_unet(averages, _EMA_KEY) if is_average else _split_by_unet(model, _UNET_KEY)
-        tables = _schedule_tables(model)
-        check_sizes(path, [*tables.values(), *(tensor for unet in unets.values() for tensor in unet.values())])
-        decoder = decoder_part(content["config"] if "config" in content else _read_config_beside(path))
-        list(plain_values("its configuration", decoder))  # raises ValueError for a hostile one
-        if max(unets) >= len(decoder["unets"]):
-            raise ValueError(f"it holds unet {max(unets) + 1}, and its configuration has {len(decoder['unets'])}")
-        if missing := sorted(set(range(max(unets))) - set(unets)):
-            raise ValueError(f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, whose pictures it enlarges")
-        if option := next(unsupported_options(decoder), None):
-            raise ValueError(option)
-        config = decoder_config(decoder, len(unets))
-        tensors = {f"{index}.{name}": unet[name] for index, unet in unets.items() for name in unet}
-        check_arguments(config.to_dict(), tensors)
-        state: dict[str, Tensor] = {}
-        for index, spec in enumerate(config.unets()):
-            with torch.device("meta"):
-                unused = _unused_tensors(spec)
-            for public_name, tensor in unets[index].items():
-                if (name := _our_name(public_name)) not in unused:
-                    tensor = tensor.float() if tensor.is_floating_point() else tensor
-                    is_query = _SELF_ATTENTION.sub("", name) == "to_q.weight"
-                    state[f"unets.{index}.{name}"] = tensor * spec.attn_dim_head**-0.5 if is_query else tensor
-        config = dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables))
-        return config.to_dict(), state
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not a dict")
+    averages, model = content.get("ema"), content.get("model", content)
+    if weights == "ema" and not averages:
+        raise ValueError("it holds no moving average of the weights")
+    is_average = bool(averages) and weights != "online"
+    unets = _split_by_unet(averages, _EMA_KEY) if is_average else _split_by_unet(model, _UNET_KEY)
+    tables = _schedule_tables(model)
+    check_sizes(path, [*tables.values(), *(tensor for unet in unets.values() for tensor in unet.values())])
+    decoder = decoder_part(content["config"] if "config" in content else _read_config_beside(path))
+    list(plain_values("its configuration", decoder))  # raises ValueError for a hostile one
+    if max(unets) >= len(decoder["unets"]):
+        raise ValueError(f"it holds unet {max(unets) + 1}, and its configuration has {len(decoder['unets'])}")
+    if missing := sorted(set(range(max(unets))) - set(unets)):
+        raise ValueError(f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, whose pictures it enlarges")
+    if option := next(unsupported_options(decoder), None):
+        raise ValueError(option)
+    config = decoder_config(decoder, len(unets))
+    tensors = {f"{index}.{name}": unet[name] for index, unet in unets.items() for name in unet}
+    check_arguments(config.to_dict(), tensors)
+    state: dict[str, Tensor] = {}
+    for index, spec in enumerate(config.unets()):
+        with torch.device("meta"):
+            unused = _unused_tensors(spec)
+        for public_name, tensor in unets[index].items():
+            if (name := _our_name(public_name)) not in unused:
+                tensor = tensor.float() if tensor.is_floating_point() else tensor
+                is_query = _SELF_ATTENTION.sub("", name) == "to_q.weight"
+                state[f"unets.{index}.{name}"] = tensor * spec.attn_dim_head**-0.5 if is_query else tensor
+    config = dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables))
+    return config.to_dict(), state
 
 
 def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:
@@ -237,14 +234,3 @@ def _split_by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, 
     if not unets:
         raise ValueError("it holds no weights of unets: their names begin with unets.0.")
     return unets
-
-
-@contextmanager
-def _translate_errors(path: Path) -> Iterator[None]:
-    """Turn every error of reading a public file into a ValueError of one line."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except _READ_ERRORS as error:
-        raise ValueError(f"{path} is not a decoder of DALLE2-pytorch: {one_line(error)}") from None

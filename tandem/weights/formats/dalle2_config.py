@@ -64,10 +64,8 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
         ValueError: one line, if there is no such decoder.
     """
     unets, first = decoder["unets"], decoder["unets"][0]
-    noisy, blurred = (
-        _values_after_first(decoder, f"use_{kind}_for_lowres_cond", default)
-        for kind, default in (("noise", False), ("blur", True))
-    )
+    noisy = _values_after_first(decoder, "use_noise_for_lowres_cond", False)
+    blurred = _values_after_first(decoder, "use_blur_for_lowres_cond", True)
     if len(set(noisy)) > 1:
         raise ValueError("its use_noise_for_lowres_cond is not the same for all unets after the first")
     is_conditional = not decoder.get("unconditional")
@@ -185,11 +183,11 @@ def _unet_option(unet: Mapping[str, Any], name: str) -> Any:
 
 def _values_after_first(decoder: Mapping[str, Any], name: str, default: bool) -> list[bool]:
     """A value for each unet but the first, which has no low-resolution image."""
-    value, count = decoder.get(name, default), len(decoder["unets"])
-    values = list(value)[-(count - 1) :] if isinstance(value, (list, tuple)) else [value] * (count - 1)
-    if isinstance(value, (list, tuple)) and len(value) not in (count - 1, count):
-        raise ValueError(f"its {name} {value} is not for {count - 1} unets after the first")
-    return [bool(element) for element in values[: count - 1]]
+    value, count = decoder.get(name, default), len(decoder["unets"]) - 1
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) not in (count, count + 1):
+        raise ValueError(f"its {name} {value} is not for {count} unets after the first")
+    return [bool(element) for element in values[len(values) - count :]]
 
 
 def _learned_variance(decoder: Mapping[str, Any]) -> list[int]:

@@ -65,13 +65,9 @@ def flags_from_config(config: Section, rows: Sequence[Row], architecture_flags: 
         flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
     flags["report_to"] = ("tracker.log.log_type", "none" if tracker == "console" else tracker)
     flags |= _sampling_and_loss_flags(decoder_part(config), architecture_flags["timesteps"])
-    batch_size = flags["batch_size"][1]
-    return {
-        **flags,
-        **_training_flags(
-            get_section(config, "train"), get_section(config, "evaluate"), batch_size, len(architecture_flags["dim"])
-        ),
-    }
+    train, evaluate = get_section(config, "train"), get_section(config, "evaluate")
+    flags |= _training_flags(train, evaluate, flags["batch_size"][1], len(architecture_flags["dim"]))
+    return flags
 
 
 def _data_flags(data: Section, processes: int) -> Flags:
@@ -92,9 +88,9 @@ def _data_flags(data: Section, processes: int) -> Flags:
 
 
 def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
-    if len([name for name in ("image_size", "image_sizes") if decoder.get(name) is not None]) != 1:
+    if (decoder.get("image_size") is None) == (decoder.get("image_sizes") is None):
         raise ValueError("decoder: give image_sizes, a size for each unet, or image_size for one")
-    noisy, blurred = (decoder.get(f"use_{kind}_for_lowres_cond", kind == "blur") for kind in ("noise", "blur"))
+    noisy, blurred = decoder.get("use_noise_for_lowres_cond", False), decoder.get("use_blur_for_lowres_cond", True)
     if len(decoder["unets"]) > 1 and _common_value(noisy) is not False and _common_value(blurred) is not False:
         raise ValueError(
             "decoder.use_noise_for_lowres_cond and use_blur_for_lowres_cond: set one of the two to false; the "

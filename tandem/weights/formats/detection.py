@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.io.archive import has_weight_name
-from tandem.io.reading import one_line
+from tandem.io.reading import READ_ERRORS, one_line
 from tandem.io.weights import first_names, read_content, why_no_weights
 from tandem.models.base import CONFIG_FILE, build
 
@@ -24,6 +24,8 @@ from .muse import read_public_discriminator, read_public_vqgan, save_public_vqga
 from .musiclm import PACKAGE as MUSICLM
 from .musiclm import musiclm_assumptions, read_public_mulan, save_public_mulan
 from .taming import LLAMAGEN, TAMING_LAYOUT, Layout, llamagen_assumptions, read_autoencoder, save_autoencoder
+
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError)
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
 """Constructor arguments and weights of a model of this package."""
@@ -38,7 +40,7 @@ class PublicFormat(NamedTuple):
     """Name of the class of its models."""
     is_format: Callable[[Path], bool]
     read: Callable[[Path, str], Contents]
-    """(path, "best", "ema" or "online") -> contents. Raises ValueError, OSError, RuntimeError or IndexError."""
+    """(path, "best", "ema" or "online") -> contents. Raises `READ_ERRORS` or RuntimeError."""
     save: Callable[..., str | None]
     """(model, path), and a keyword `discriminator` if the format has one -> a note about the file for the user."""
     read_discriminator: Callable[[Path], Contents | None] | None = None
@@ -83,7 +85,9 @@ def _errors_with_path(path: Path) -> Iterator[None]:
     """Turn every error of reading a public file into a ValueError of one line that names the path."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, IndexError) as error:
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+    except _READ_ERRORS as error:
         error_text = one_line(error)
         raise ValueError(error_text if str(path) in error_text else f"{path}: {error_text}") from None
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.io.published import read_state_dict, shape_of
-from tandem.io.weights import on_cpu, replacing_model_file
+from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
+from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.discriminator import Discriminator
 from tandem.models.autoencoders.vqgan import VQGAN
 
@@ -86,8 +86,7 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     else:
         arguments["discr_layers"] = discriminator.config["layers"]
         state |= {f"discr.{name}": tensor for name, tensor in on_cpu(discriminator.state_dict()).items()}
-    with replacing_model_file(path) as temporary:
-        torch.save(state, temporary)
+    save_pickled(state, path)
     return f"load it into VQGanVAE({format_arguments(arguments)})" + (f"; {obstacle}" if obstacle else "")
 
 
@@ -125,8 +124,8 @@ def _read_state(path: Path, weights: str) -> dict[str, Tensor]:
     content = read_state_dict(path)
     prefix = "online_model." if weights == "online" else "ema_model."
     state = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
-    if not state and weights != "best":
-        raise ValueError(f"--weights {weights}: {path} holds one set of weights; leave it out")
+    if not state:
+        refuse_weights_flag(path, weights)
     return {name: tensor for name, tensor in (state or content).items() if not name.startswith("_vgg.")}
 
 

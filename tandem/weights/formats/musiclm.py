@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
 from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
-from tandem.io.weights import on_cpu, replacing_model_file
+from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
 
@@ -60,8 +60,7 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
     if config["layout"] != "musiclm":
         raise ValueError(f"{PACKAGE} cannot load a MuLaN of --layout {config['layout']}: train with --layout musiclm")
     state = {**_make_constants(config), **_public_weights(config, on_cpu(model.state_dict()))}
-    with replacing_model_file(path) as temporary:
-        torch.save(state, temporary)
+    save_pickled(state, path)
     shared = {"ff_mult": config["ff_mult"]} if config["ff_mult"] != _FF_MULT else {}
     audio = {
         "dim": config["audio_dim"], "depth": config["audio_depth"], "patch_size": config["patch_size"],
@@ -74,11 +73,8 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
         **shared,
     }  # fmt: skip
     options = {"dim_latent": config["dim_latent"], "sigmoid_contrastive_loss": "contrast.bias" in state}
-    if config["hierarchical_layers"]:
-        options |= {
-            "hierarchical_contrastive_loss": True,
-            "hierarchical_contrastive_loss_layers": config["hierarchical_layers"],
-        }
+    if layers := config["hierarchical_layers"]:
+        options |= {"hierarchical_contrastive_loss": True, "hierarchical_contrastive_loss_layers": layers}
     towers = f"AudioSpectrogramTransformer({format_arguments(audio)}), TextTransformer({format_arguments(text)})"
     return f"load it into MuLaN({towers}, {format_arguments(options)}); its sounds have {config['sample_rate']} Hz"
 

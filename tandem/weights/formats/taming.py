@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from tandem.config.models.taming import KL, TAMING
 from tandem.io.published import read_state_dict, shape_of
-from tandem.io.weights import on_cpu, replacing_model_file
+from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.building import build_on_meta, check_arguments
 
@@ -106,8 +106,7 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
         raise ValueError(f"{layout.package} has attention only at the last level: train with --attention_levels {last}")
     if config["quantizer"] == "ibq":  # so that the file is recognised
         state |= {_EMA_PREFIX + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
-    with replacing_model_file(path) as temporary:
-        torch.save({layout.key: state}, temporary)
+    save_pickled({layout.key: state}, path)
     (code_dim, z_channels), sides = code_channels(config), [side >> level for level in levels]
     body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
     if layout is LLAMAGEN:
