@@ -227,16 +227,16 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
 def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:
     """The clips of the sound file that a query names; None if it is a sentence. Raises ValueError, in one line, if the
     file cannot be read, or the query has the ending of a sound file and there is none."""
-    from tandem.data.bad_samples import reason_of
     from tandem.data.decoding.sounds import ENDINGS, FURTHER_ENDINGS, require_decoders
     from tandem.data.sources.record import FileRef
+    from tandem.io.reading import error_text
 
     if os.path.isfile(query):
         require_decoders()
         try:
             return decoder.load_clips(FileRef(query), max_clips)
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
+            raise ValueError(f"cannot read {query}: {error_text(error)}") from None
     if query.lower().endswith(ENDINGS + FURTHER_ENDINGS):
         raise ValueError(f"there is no file {query!r}; put a full stop after a sentence that ends like a file")
     return None

@@ -192,8 +192,9 @@ def decode_videos(
     """
     rows, first = codes.rows(shard), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
-        video_codes, first = rows[first : first + row_count(line)], first + row_count(line)
-        video_codes = video_codes.reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
+        end = first + row_count(line)
+        video_codes = rows[first:end].reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
+        first = end
         frames = itertools.islice(pixels_of(video_codes.split(_CODE_FRAMES_AT_ONCE), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)

@@ -21,8 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.data.bad_samples import reason_of
-from tandem.io.reading import BYTE_ORDER_MARK, plain_text, read_bytes, text_lines
+from tandem.io.reading import BYTE_ORDER_MARK, error_text, plain_text, read_bytes, text_lines
 
 from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explain_errors
 
@@ -133,7 +132,7 @@ def read_queries(texts: Sequence[str], path: str | None) -> list[str]:
         try:
             queries += text_lines(plain_text(read_bytes(path, _MAX_QUERY_BYTES)))
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the queries in {path}: {reason_of(error)}") from None
+            raise ValueError(f"cannot read the queries in {path}: {error_text(error)}") from None
     if not queries:
         raise ValueError("there is no query: what was given is empty")
     return queries

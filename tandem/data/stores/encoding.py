@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, collect_partial_reads, reason_of
+from tandem.data.bad_samples import BadSample, collect_partial_reads
 from tandem.data.sampling.workers import Loader
 from tandem.devices import on_host
+from tandem.io.reading import error_text
 
 from .shards import COUNT, GRID, PARTIAL, EncodedShard
 
@@ -64,17 +65,17 @@ def load_samples(
 ) -> tuple[Tensor, list[tuple[int, IndexEntry]], list[BadSample]]:
     """The concatenated pieces (n, ...) of the samples; for each sample the number of its pieces and its index entry, in
     which PARTIAL is the reason if a file was read only in part; and the samples that cannot be read."""
-    pieces, entries, bad = [torch.zeros(0)], [], []
+    pieces, entries, bad = list[Tensor](), list[tuple[int, IndexEntry]](), list[BadSample]()
     for index in indices:
         try:
             with collect_partial_reads() as reasons:
                 sample_pieces, entry = load(index)
         except (OSError, ValueError) as error:
-            bad.append(BadSample(index, describe(index), reason_of(error)))
+            bad.append(BadSample(index, describe(index), error_text(error)))
         else:
             pieces.append(sample_pieces)
             entries.append((len(sample_pieces), {**entry, PARTIAL: reasons[0]} if reasons else entry))
-    return torch.cat(pieces[1:] or pieces), entries, bad
+    return torch.cat(pieces) if pieces else torch.zeros(0), entries, bad
 
 
 def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> EncodedShard:
@@ -162,7 +163,7 @@ def _encode_pieces(
             continue
         encoders.pop(index, None)  # free the model's state of the video
         if isinstance(piece, Exception):
-            bad.append(BadSample(index, describe(index), reason_of(piece)))
+            bad.append(BadSample(index, describe(index), error_text(piece)))
         else:
             entries[index] = piece
 

@@ -108,7 +108,8 @@ def labels_line(labels: Collection[int | None]) -> str:
         text = "all 0; a class is a column cls or label, KEY.cls, or the first folder of a relative path"
     else:
         return "labels: none, because no class is a number"
-    return f"labels: {text}{'; some images have none, because their class is no number' * (None in labels)}"
+    note = "; some images have none, because their class is no number" if None in labels else ""
+    return f"labels: {text}{note}"
 
 
 class LatentWriter(ShardWriter):

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.data.bad_samples import reason_of
 from tandem.io import writing
 from tandem.io.exits import AskedToStop
-from tandem.io.reading import counted, open_regular, read_json
+from tandem.io.reading import counted, error_text, open_regular, read_json
 from tandem.io.renamed import rename_settings
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class OutputFolder:
                 try:
                     self._open(fresh)
                 except OSError as error:
-                    reason = f"cannot write the folder {path}: {reason_of(error)}"
+                    reason = f"cannot write the folder {path}: {error_text(error)}"
                     raise ValueError(f"{reason}; give another --output") from None
 
     def write(self, name: str, content: bytes) -> None:
@@ -111,7 +110,7 @@ class OutputFolder:
             old_settings = rename_settings(read_json(path))
         except (OSError, ValueError) as error:
             hint = "give another --output, or start over with --fresh"
-            raise ValueError(f"cannot read {path}: {reason_of(error)}; {hint}") from None
+            raise ValueError(f"cannot read {path}: {error_text(error)}; {hint}") from None
         settings = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file
         differences = [
             f"{name} was {_shorten(old_settings.get(name))} and is now {_shorten(settings.get(name))}"
@@ -132,7 +131,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         hint = "repair that and start the same command, which goes on"
-        raise ValueError(f"cannot write {path}: {reason_of(error)}; {hint}") from None
+        raise ValueError(f"cannot write {path}: {error_text(error)}; {hint}") from None
 
 
 def json_bytes(value: Any) -> bytes:

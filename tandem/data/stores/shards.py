@@ -26,11 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, BadSampleLog, reason_of
-from tandem.io.reading import LONGEST_JSON_BYTES, READ_ERRORS, check_regular, parse_json, read_bytes, read_lines
+from tandem.data.bad_samples import BadSample, BadSampleLog
+from tandem.io.reading import READ_ERRORS, check_regular, error_text, parse_json, read_json, read_lines
 from tandem.io.renamed import rename_settings
 
-from .output import OutputFolder, json_bytes
+from .output import OutputFolder, json_bytes, sha256_of
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 COUNT = "code_frames"  # key of the number of rows of an item that has several
@@ -203,9 +203,8 @@ class StoredArrays:
                 reason = "the command that fills it did not finish: start it again; or another program made it"
             raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {reason}")
         with explain_errors(path):
-            content = read_bytes(path, LONGEST_JSON_BYTES)
-            self.index: Mapping[str, Any] = rename_settings(parse_json(content))
-            self.sha256 = hashlib.sha256(content).hexdigest()
+            self.index: Mapping[str, Any] = rename_settings(read_json(path))
+            self.sha256 = sha256_of([path])
             for entry in self.index["shards"]:
                 if not stays_inside(entry["file"], parts=1):
                     raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
@@ -215,7 +214,8 @@ class StoredArrays:
         """Context with the rows of a shard, checked against the index; it explains errors of its body, too (see
         `explain_errors`)."""
         entry = self.index["shards"][shard]
-        with explain_errors(path := self.folder / entry["file"]):
+        path = self.folder / entry["file"]
+        with explain_errors(path):
             shapes = {self._name: (entry["rows"], *shape)}
             yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
 
@@ -279,8 +279,7 @@ def explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except _READ_ERRORS as error:
-        reason = " ".join(reason_of(error).split())[:200] or type(error).__name__
-        raise ValueError(f"cannot read {path}: {reason}; make it again") from None
+        raise ValueError(f"cannot read {path}: {error_text(error)[:200]}; make it again") from None
 
 
 def stays_inside(path: Any, parts: int | None = None) -> bool:
