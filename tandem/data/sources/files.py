@@ -56,17 +56,10 @@ class MemoryFile(io.BytesIO):
         return bytes(self.getbuffer()[offset : offset + size])
 
 
-class SeekableFile(io.RawIOBase):
+class SeekableFile(io.RawIOBase, RandomAccessFile):
     """A `RandomAccessFile` that libraries read from its position on. A subclass defines `size` and `pread`."""
 
     _position = 0
-
-    @property
-    def size(self) -> int:
-        raise NotImplementedError
-
-    def pread(self, size: int, offset: int) -> bytes:
-        raise NotImplementedError
 
     def readable(self) -> bool:
         return True

@@ -279,8 +279,8 @@ class _Tree:
         stem = os.path.splitext(name)[0]
         for ending in spec.endings if by_key or by_nfc else ():
             file = by_key.get(stem + ending) or by_nfc.get(_normalize("NFC", stem) + ending, "")
-            for form in _UNICODE_FORMS if file else ():
-                if file.startswith(start := _normalize(form, stem)):
+            for form in _UNICODE_FORMS:
+                if file and file.startswith(start := _normalize(form, stem)):
                     used.add(file)
                     status = None if spec.as_cells else status_of(os.path.join(self._folder, relative, file))
                     spelling = self._spellings.setdefault(form + file[len(start) :], len(self._spellings))

@@ -21,7 +21,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +89,7 @@ class IndexData(NamedTuple):
 
     columns: Mapping[str, PackedStrings | array[int]]
     fingerprint: str
-    facts: Mapping[str, Any] = MappingProxyType({})
+    facts: Mapping[str, Any]
     dependencies: Dependencies | None = None
 
 
@@ -137,8 +136,8 @@ class Index:
 
     def examples(self, name: str) -> Sequence[int]:
         """See `RecordSource.examples`; the facts hold the examples by name, as indices of the strings "names"."""
-        indices = self.facts.get("examples")
-        indices, n = indices.get(name, []) if isinstance(indices, Mapping) else None, len(self.strings("names"))
+        by_name, n = self.facts.get("examples"), len(self.strings("names"))
+        indices = by_name.get(name, []) if isinstance(by_name, Mapping) else None
         if not (isinstance(indices, list) and all(type(index) is int and 0 <= index < n for index in indices)):
             raise self.damaged_error()
         return indices
@@ -234,7 +233,7 @@ def cached_index(
     paths = _cache_paths(path, kind)
 
     def read_cached() -> Index | None:
-        return next((index for cache in paths if (index := _read_cache(cache, path, key, depends))), None)
+        return next(filter(None, (_read_cache(cache_path, path, key, depends) for cache_path in paths)), None)
 
     if index := read_cached():
         return index
@@ -255,10 +254,11 @@ def _build_index(
     data = build()
     n = sum(len(column) for column in data.columns.values() if isinstance(column, PackedStrings))
     is_settled = data.dependencies is None or data.dependencies.newest_ns < begin_ns - _CLOCK_TICK_NS
-    for cache_path in cache_paths if n >= min_strings and is_settled else ():
-        with contextlib.suppress(OSError):
-            _write_cache(cache_path, path, _serialize(data, key, depends))
-            return _read_cache(cache_path, path, key, depends) or _index_in_memory(data, key, depends)
+    if n >= min_strings and is_settled:
+        for cache_path in cache_paths:
+            with contextlib.suppress(OSError):
+                _write_cache(cache_path, path, _serialize(data, key, depends))
+                return _read_cache(cache_path, path, key, depends) or _index_in_memory(data, key, depends)
     return _index_in_memory(data, key, depends)
 
 

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.data.bad_samples import reason_of
-from tandem.io.reading import LONGEST_BEGINNING, counted, parse_json, wrong_kind_text
+from tandem.io.reading import LONGEST_BEGINNING, counted, error_text, parse_json, wrong_kind_text
 
 from . import remote
 from .files import is_url, redact
 from .index import Dependencies, IndexData, PackedStrings, cached_index, fingerprint_of, status_of
 from .record import FieldSpec, FileRef, open_range
-from .rows import COLUMN_ALIASES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
+from .rows import TIMES, Rows, path_of, seconds_of, unread_line
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
@@ -46,7 +45,7 @@ class ManifestSource(Rows):
     shards: Sequence[range] | None = None
 
     def __init__(self, path: str, specs: Sequence[FieldSpec]) -> None:
-        columns = {spec: columns_of(spec) if number else ("path",) for number, spec in enumerate(specs)}
+        columns = {spec: spec.columns if number else ("path",) for number, spec in enumerate(specs)}
         keys = list(dict.fromkeys(itertools.chain(*columns.values())))
 
         def build() -> IndexData:
@@ -101,7 +100,7 @@ def _read_version(address: str) -> str:
     try:
         return remote.version(address)
     except OSError as error:
-        raise ValueError(f"cannot read the manifest {redact(address)!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the manifest {redact(address)!r}: {error_text(error)}") from None
 
 
 def _read_rows(
@@ -110,8 +109,8 @@ def _read_rows(
     """For each row, a JSON object of its path, its times, and its cells in the columns `keys`; and the names of the
     columns that are not empty. Adds the first `_MOST_COLUMNS` names of columns to `names`. Raises ValueError with path
     and line."""
-    example = json.dumps({"path": "...", **{columns_of(spec)[0]: "..." for spec in specs if spec.as_cells}})
-    array_columns = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
+    example = json.dumps({"path": "...", **{spec.columns[0]: "..." for spec in specs if spec.as_cells}})
+    array_columns = {column for spec in specs[1:] if not spec.as_cells for column in spec.columns}
     lines: _Lines | None = None
     try:
         with open_range(FileRef(path)) as raw:
@@ -121,8 +120,9 @@ def _read_rows(
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
             endings = specs[0].all_endings
             for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):
-                names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
-                cells = {**{name: cells[alias] for alias, name in COLUMN_ALIASES.items() if alias in cells}, **cells}
+                if len(names) < _MOST_COLUMNS:
+                    names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS))
+                cells = {"path": cells.get("file_name"), **cells}
                 start, end = seconds_of(cells)
                 row = {name: cells[name] for name in keys if cells.get(name) not in (None, "")}
                 for name in array_columns & row.keys():
@@ -132,7 +132,7 @@ def _read_rows(
                 row |= {"end_seconds": end} if math.isfinite(end) else {}
                 yield json.dumps(row), [*row]
     except OSError as error:
-        raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the manifest {path!r}: {error_text(error)}") from None
     except UnicodeDecodeError as error:
         # Text is decoded in blocks; the one that failed begins after the lines that were read.
         number = (lines.number if lines else 0) + len((error.object[: error.start] + b".").splitlines())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import os
@@ -94,8 +95,8 @@ def _open_folder(path: str, field_specs: Sequence[FieldSpec], demo: str) -> Reco
     try:
         folder = FolderSource(path, field_specs, demo)
     except NothingFoundError:
-        if (tables := saved_files(path) or tables_below(path)) is not None:
-            return TableSource(tables, field_specs)
+        with contextlib.suppress(NothingFoundError):
+            return TableSource(saved_files(path) or tables_below(path), field_specs)
         raise
     if folder.tars and len(folder):
         raise ValueError(

@@ -25,7 +25,8 @@ class FieldSpec(NamedTuple):
         noun: What messages call it, in the singular.
         endings: Of its files, in lower case, with the dot; the case of a file's ending does not matter. Of several
             files the one whose ending comes first is taken.
-        columns: Names of its columns in tables and manifests, and keys of the items of a user's dataset.
+        columns: Names of its columns in tables and manifests, in order of preference; and keys of the items of a user's
+            dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
         as_cells: For texts: a record holds the row's cells of all these columns, by column. Otherwise it holds the
             content of the first existing column, a file or an array of numbers, and the index stores the sizes of files

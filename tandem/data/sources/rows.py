@@ -16,7 +16,6 @@ from .files import is_url, match_unicode_form
 from .record import MOST_EXAMPLES, FieldSpec, FileRef, Record, RecordSource
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
-COLUMN_ALIASES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
 _LATEST = 1e9  # seconds; about thirty years
 _LONGEST_QUOTE = 40
 _MAX_LISTED_COLUMNS = 8
@@ -88,8 +87,10 @@ class Rows:
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
-            full_path = self.resolve_path(path_of({"path": path}, spec.noun)) if path else ""
-            return FileRef(full_path if is_url(full_path) else match_unicode_form(full_path)) if path else None
+            if not path:
+                return None
+            full_path = self.resolve_path(path_of({"path": path}, spec.noun))
+            return FileRef(full_path if is_url(full_path) else match_unicode_form(full_path))
         if isinstance(content, bytes | memoryview):
             return FileRef.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:
@@ -118,13 +119,9 @@ def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
     """A line about the columns of a table or manifest that are not read; "" if there are none."""
     unread = [*itertools.islice((name for name in names if name and name not in read), _MAX_LISTED_COLUMNS + 1)]
     texts = [printable(name[:_LONGEST_QUOTE]) for name in unread]
-    texts[_MAX_LISTED_COLUMNS:] = ["..."] * (len(unread) > _MAX_LISTED_COLUMNS)
+    if len(unread) > _MAX_LISTED_COLUMNS:
+        texts[-1] = "..."
     return f"columns of {path!r} that are not read: {', '.join(texts)}" if texts else ""
-
-
-def columns_of(spec: FieldSpec) -> tuple[str, ...]:
-    """The columns of a `FieldSpec`, in order of preference."""
-    return spec.columns or (spec.name,)
 
 
 def path_of(cells: Mapping[str, Any], noun: str) -> str:
@@ -138,20 +135,20 @@ def path_of(cells: Mapping[str, Any], noun: str) -> str:
 def seconds_of(cells: Mapping[str, Any]) -> tuple[float, float]:
     """The start and the end of a sample in its file, from the columns `TIMES`, all optional. Raises ValueError, in one
     line, if they are impossible."""
-    times = {COLUMN_ALIASES.get(name, name): cells[name] for name in TIMES if cells.get(name) not in (None, "")}
-    start, end = _parse_seconds(times, "start_seconds", 0.0), _parse_seconds(times, "end_seconds", math.inf)
+    start, end = _parse_seconds(cells, "start", 0.0), _parse_seconds(cells, "end", math.inf)
     if end <= start:
         raise ValueError(f"it ends at {end:g} s, not after its start at {start:g} s")
     return start, end
 
 
-def _parse_seconds(times: Mapping[str, Any], key: str, default: float) -> float:
-    cell = times.get(key, default)
+def _parse_seconds(cells: Mapping[str, Any], edge: str, default: float) -> float:
+    filled = [cells[name] for name in (f"{edge}_seconds", f"{edge}_s") if cells.get(name) not in (None, "")]
+    cell = filled[0] if filled else default
     try:
         seconds = math.nan if isinstance(cell, bool) else float(cell)
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not (0 <= seconds <= _LATEST or cell is default):
         text = repr(cell) if isinstance(cell, (str, int, float)) else f"a {type(cell).__name__}"
-        raise ValueError(f"its {key} is {text[:_LONGEST_QUOTE]}, which is no time in seconds")
+        raise ValueError(f"its {edge}_seconds is {text[:_LONGEST_QUOTE]}, which is no time in seconds")
     return seconds

@@ -24,15 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.bad_samples import reason_of
 from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, read_json, wrong_kind_text
+from tandem.io.reading import LONGEST_BEGINNING, READ_ERRORS, check_regular, error_text, read_json, wrong_kind_text
 
 from .files import is_url, redact
-from .folder import FolderSource, NothingFoundError
+from .folder import FolderSource
 from .index import fingerprint_of
 from .record import FieldSpec, FileRef, Files, open_range
-from .rows import TIMES, Rows, columns_of, unread_line
+from .rows import TIMES, Rows, unread_line
 
 ENDINGS = (".arrow", ".parquet")
 _MAX_GROUP_BYTES = 1 << 30  # of a row group of a parquet file, without compression
@@ -64,7 +63,7 @@ def saved_files(folder: str) -> Files | None:
         state = read_json(state_path) if os.path.isfile(state_path) else {"_data_files": []}
         files = [str(file["filename"]) for file in state["_data_files"]]
     except READ_ERRORS as error:
-        reason = f"cannot read {state_path!r} or {splits_path!r}: {type(error).__name__}, {reason_of(error)}"
+        reason = f"cannot read {state_path!r} or {splits_path!r}: {type(error).__name__}, {error_text(error)}"
         raise ValueError(f"{reason}: save the dataset again") from None
     if splits:
         hint = f"give the folder of one, such as {os.path.join(folder, splits[0])!r}"
@@ -79,18 +78,13 @@ def saved_files(folder: str) -> Files | None:
     return Files([os.path.join(folder, name) for name in files], folder)
 
 
-def tables_below(folder: str) -> Files | None:
-    """The Arrow or parquet files below a folder, in the order of their relative paths; None if there are none.
+def tables_below(folder: str) -> Files:
+    """The Arrow or parquet files below a folder, in the order of their relative paths.
 
-    Raises ValueError, in one line, if they are of both kinds, or of several splits.
+    Raises ValueError, in one line, if they are of both kinds, or of several splits; and NothingFoundError.
     """
-    try:
-        files = FolderSource(folder, [FieldSpec("table", "table", ENDINGS)])
-    except NothingFoundError:
-        return None
+    files = FolderSource(folder, [FieldSpec("table", "table", ENDINGS)])
     names = [files.name(number) for number in range(len(files))]
-    if not names:
-        return None
     check_alike(folder, names)
     return Files([os.path.join(folder, name) for name in names], folder, files.skipped)
 
@@ -131,7 +125,7 @@ class TableSource(Rows):
         types, features = _read_types(open_files[0].schema), _read_features(open_files[0].schema)
         columns: dict[FieldSpec, Sequence[str]] = {specs[0]: [_find_column(types, features, specs[0], files.paths[0])]}
         for spec in specs[1:]:
-            present = [name for name in columns_of(spec) if name in types]
+            present = [name for name in spec.columns if name in types]
             columns[spec] = [name for name in present if _TEXT.fullmatch(types[name])] if spec.as_cells else present[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         self._times = [name for name in TIMES if name in types]
@@ -333,7 +327,7 @@ def _errors_in_one_line(failure: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, *READ_ERRORS) as error:
-        raise ValueError(f"{failure}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
+        raise ValueError(f"{failure}: {error_text(error)}") from None
 
 
 def _to_plain(cell: Any) -> Any:
@@ -375,21 +369,20 @@ def _find_column(
     """The column of the samples' files: the one whose feature is that of `spec`; else, among those without a feature of
     an image, sound or video, one with a name of `spec`, or the only struct. Raises ValueError, in one line, if there is
     none, or several that fit equally well."""
-    columns = columns_of(spec)
     files = {name: kind for name, kind in types.items() if _FILE.fullmatch(kind)}
     features_by_name = {name: features.get(name, {}).get("_type") for name in files}
     by_feature = [name for name in files if features_by_name[name] == spec.feature]
     untyped = [name for name in files if features_by_name[name] not in _MEDIA]
-    by_name = [name for name in untyped if name.lower() in columns]
+    by_name = [name for name in untyped if name.lower() in spec.columns]
     structs = [name for name in untyped if files[name].startswith("struct")]
     for candidates in (by_feature, by_name, structs):
-        candidates = [name for name in candidates if name == columns[0]] or candidates
+        candidates = [name for name in candidates if name == spec.columns[0]] or candidates
         if len(candidates) == 1:
             return candidates[0]
         if candidates:
             problem, names = f"several columns of {spec.noun}s", ", ".join(candidates)
-            raise ValueError(f"{path!r} has {problem}, {names}: call the one to train on {columns[0]}")
+            raise ValueError(f"{path!r} has {problem}, {names}: call the one to train on {spec.columns[0]}")
     raise ValueError(
-        f"{path!r} has no column of {spec.noun}s, a struct of bytes and path or a binary one called {columns[0]}; it "
-        f"has {', '.join([*types][:20]) or 'none'}"
+        f"{path!r} has no column of {spec.noun}s, a struct of bytes and path or a binary one called "
+        f"{spec.columns[0]}; it has {', '.join([*types][:20]) or 'none'}"
     )

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.data.bad_samples import reason_of
-from tandem.io.reading import READ_ERRORS, counted, wrong_kind_text
+from tandem.io.reading import READ_ERRORS, counted, error_text, wrong_kind_text
 
 from .files import RandomAccessFile, is_url
 from .folder import about_skipped, ending_of, skipped_line
@@ -31,8 +30,9 @@ _MIN_CACHED_SAMPLES = 100
 _THREADS = 16
 _BLOCK = 512  # bytes
 _MAX_HEADER_BYTES = 1 << 20  # far more than a long name or the extended headers of a file need
-# Of `_ForwardReader`: its shortest read, the distance of near headers, its longest read, and its reads from a server.
-_ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES, _AHEAD_REMOTE_BYTES = 1 << 11, 1 << 14, 1 << 16, 1 << 20
+_REQUEST_BYTES = 1 << 20  # of a tar on a server
+# Of `_ForwardReader`: its shortest read, the distance of near headers, and its longest read.
+_ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES = 1 << 11, 1 << 14, 1 << 16
 # Kinds of members. Links, devices and folders have no content, whatever size they state.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
@@ -188,7 +188,7 @@ def _read_state(path: str) -> tuple[int, str]:
             return remote.RemoteFile(path).size, remote.version(path)
         status = os.stat(path)
     except OSError as error:
-        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the tar {path!r}: {error_text(error)}") from None
     return status.st_size, str(status.st_mtime_ns)
 
 
@@ -276,8 +276,8 @@ def scan(path: str, specs: Sequence[FieldSpec], match_tail: MatchTail) -> TarSca
             raise ValueError(f"the tar {path!r} holds two {specs[0].noun}s of one name, {first.name!r} and {name!r}")
     _join_forms(candidates)
     complete = {sample[0].name: sample for sample in candidates.values() if sample[0]}
-    found = [member for sample in complete.values() for member in sample]
-    places = [(member.size, member.offset, member.ending) if member else (-1, -1, -1) for member in found]
+    members_by_spec = [member for sample in complete.values() for member in sample]
+    places = [(member.size, member.offset, member.ending) if member else (-1, -1, -1) for member in members_by_spec]
     for sample in complete.values():
         for name in {member.name for member in sample if member}:
             tail_counts[name[len(_key(name)) :]] -= 1
@@ -301,18 +301,16 @@ def _join_forms(samples: Mapping[str, list[_Member | None]]) -> None:
 
 class _ForwardReader:
     """Reads a file forward in pieces: short ones for distant headers, longer and longer ones where headers are near
-    each other. From a server all pieces are long, because they take no more time."""
+    each other."""
 
-    def __init__(self, file: RandomAccessFile, is_remote: bool) -> None:
+    def __init__(self, file: RandomAccessFile) -> None:
         self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER_BYTES
-        self._near = _AHEAD_REMOTE_BYTES if is_remote else _NEAR_BYTES
-        self._shortest = _AHEAD_REMOTE_BYTES if is_remote else _ONE_HEADER_BYTES
 
     def read(self, at: int, size: int) -> bytes:
         begin = at - self._begin
         if not 0 <= begin <= len(self._piece) - size:
-            is_near = begin < len(self._piece) + self._near
-            self._size = max(self._shortest, min(2 * self._size, _AHEAD_BYTES) if is_near else 0)
+            is_near = begin < len(self._piece) + _NEAR_BYTES
+            self._size = min(2 * self._size, _AHEAD_BYTES) if is_near else _ONE_HEADER_BYTES
             self._piece, self._begin, begin = self._file.pread(max(size, self._size), at), at, 0
         return self._piece[begin : begin + size]
 
@@ -324,26 +322,26 @@ def members(path: str, skipped: Counter[str], end_notes: list[str]) -> Iterator[
     Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
     """
     try:
-        with open_range(FileRef(path), ahead=0) as file:
-            yield from _read_members(_ForwardReader(file, is_url(path)), file.size, skipped, end_notes)
+        with open_range(FileRef(path), ahead=_REQUEST_BYTES) as file:
+            yield from _read_members(_ForwardReader(file), file.size, skipped, end_notes)
     except OSError as error:
-        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the tar {path!r}: {error_text(error)}") from None
     except ValueError as error:
         raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
 
 
 def _read_members(
-    pieces: _ForwardReader, n_bytes: int, skipped: Counter[str], end_notes: list[str]
+    reader: _ForwardReader, n_bytes: int, skipped: Counter[str], end_notes: list[str]
 ) -> Iterator[tuple[str, int, int]]:
     position = 0
     extended: dict[str, bytes] = {}  # attributes of the next member, from extended headers
     while True:
-        header = pieces.read(position, _BLOCK)
+        header = reader.read(position, _BLOCK)
         if header == bytes(_BLOCK):  # zeros mark the end
             end = position
             while position < n_bytes and position - end < _MAX_ZERO_BYTES and not header.strip(b"\0"):
                 position += _BLOCK
-                header = pieces.read(position, _BLOCK)
+                header = reader.read(position, _BLOCK)
             if position >= n_bytes or not _is_header(header):  # only another tar may follow
                 end_notes += [_MORE_BYTES] if position < n_bytes else []
                 return
@@ -359,15 +357,16 @@ def _read_members(
             if not 0 <= size <= _MAX_HEADER_BYTES:
                 raise ValueError(f"it claims a header of {size} bytes")
             if kind in _EXTENDED:
-                extended |= _parse_extended(pieces.read(begin, size))
+                extended |= _parse_extended(reader.read(begin, size))
             elif kind == _LONG_NAME:
-                extended["path"] = pieces.read(begin, size).partition(b"\0")[0]
+                extended["path"] = reader.read(begin, size).partition(b"\0")[0]
         else:
             name = os.fsdecode(extended.get("path") or _parse_name(header))
             size = 0 if kind in _CONTENTLESS else int(extended.get("size", size))
-            is_sparse, flag = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended), header[482:483]
+            is_sparse = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended)
+            flag = header[482:483]
             while kind == _SPARSE and flag not in (b"", b"\0"):  # set if the header goes on in another block
-                flag, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
+                flag, begin = reader.read(begin, _BLOCK)[504:505], begin + _BLOCK
             if size < 0:
                 raise ValueError(f"{name!r} has a size below 0")
             if begin + size > n_bytes:

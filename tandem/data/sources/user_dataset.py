@@ -139,9 +139,9 @@ def _errors_in_one_line(prefix: str = "") -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        not_users = (__file__, "<frozen", os.path.dirname(importlib.__file__))  # this file, and Python's imports
+        other_code = (__file__, "<frozen", os.path.dirname(importlib.__file__))  # this file, and Python's imports
         all_frames = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in all_frames if not frame.filename.startswith(not_users)]
+        frames = [frame for frame in all_frames if not frame.filename.startswith(other_code)]
         location = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
         summary = f"{prefix}{type(error).__name__}{f': {text}' if text else ''}{location}"
         raise UserCodeError(summary, "".join(traceback.format_exception(error))) from None

@@ -29,8 +29,8 @@ N = 14
 IMAGE = FieldSpec("image", "image", (".jpg", ".png"), ("image", "img", "jpg"), "Image")
 SOUND = FieldSpec("sound", "sound", (".wav",), ("audio", "sound", "wav"), "Audio")
 TEXTS = FieldSpec("texts", "caption", (".txt",), ("caption", "captions", "caption_1", "text", "label"), as_cells=True)
-EMBED = FieldSpec("image_embed", "image embedding", (".npy",))
-ENCODINGS = FieldSpec("text_encodings", "text encoding", (".text.npy",))
+EMBED = FieldSpec("image_embed", "image embedding", (".npy",), ("image_embed",))
+ENCODINGS = FieldSpec("text_encodings", "text encoding", (".text.npy",), ("text_encodings",))
 
 
 def content(number: int) -> bytes:
