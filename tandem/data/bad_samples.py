@@ -142,8 +142,3 @@ def report_partial_read(reason: str) -> None:
     there is one."""
     if (reasons := _reasons.get()) is not None:
         reasons.append(reason)
-
-
-def reason_of(error: BaseException) -> str:
-    """The reason of an error: for an OSError, the system's message without the path; else the text of the error."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

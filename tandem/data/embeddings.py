@@ -18,8 +18,9 @@ from tandem.data.sources.opening import expand_pattern
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
 from tandem.data.sources.tar import TarSource, number_of, stem_of
 from tandem.data.sources.user_dataset import ITEM
+from tandem.io.reading import error_text
 
-from .bad_samples import BadDatasetItem, SampleIncomplete, UserCodeError, reason_of
+from .bad_samples import BadDatasetItem, SampleIncomplete, UserCodeError
 from .decoding import items
 from .decoding.arrays import Array, StoredArray, read_array_header
 from .fields import Field
@@ -106,7 +107,7 @@ def embedding_field(source: RecordSource, kind: Kind, longest_text: int) -> Embe
         except BadDatasetItem as error:
             raise BadDatasetItem(f"--dataset: {source.describe(example)} {error}") from None
         except (OSError, ValueError) as error:
-            reason = f"cannot read the {kind.spec.noun} of {source.describe(example)!r}: {reason_of(error)}"
+            reason = f"cannot read the {kind.spec.noun} of {source.describe(example)!r}: {error_text(error)}"
             failures.append(UserCodeError(reason, getattr(error, "traceback", "")))
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 break  # an error of the disk or the server would meet the other examples, too
@@ -149,7 +150,7 @@ def embedding_rows(source: RecordSource, kind: Kind, spec: str, *, index_width: 
             _check_dimensions(kind, arrays[-1].shape[1:])
         except (OSError, ValueError) as error:
             noun = kind.spec.noun
-            raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
+            raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {error_text(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
             last, first = (f"{array.shape[1:]} in {array.ref.path!r}" for array in (arrays[-1], arrays[0]))
             raise ValueError(f"{kind.spec.noun}s have the shape {last}, but {first}")

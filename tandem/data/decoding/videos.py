@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.data.bad_samples import SampleSkipped, reason_of
+from tandem.data.bad_samples import SampleSkipped
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.installed import missing_package
-from tandem.io.reading import LONGEST_BEGINNING, counted, wrong_kind_text
+from tandem.io.reading import LONGEST_BEGINNING, counted, error_text, wrong_kind_text
 
 from .frames import Frame, FrameConverter, Picture
 from .images import CENTER, ChooseSquare, Crop, decode_image
@@ -211,7 +211,7 @@ def open_sound_track(path: Path) -> Iterator[SoundTrack | None]:
         with open_video(FileRef(str(path))) as video:
             yield video.sound_track()
     except OSError as error:
-        raise ValueError(f"cannot read the sound of {path}: {reason_of(error)}") from None
+        raise ValueError(f"cannot read the sound of {path}: {error_text(error)}") from None
 
 
 class SoundTrack(NamedTuple):

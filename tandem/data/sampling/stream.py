@@ -19,9 +19,9 @@ from tandem.data.bad_samples import (
     SampleSkipped,
     UserCodeError,
     collect_partial_reads,
-    reason_of,
 )
 from tandem.data.fields import SampleDataset
+from tandem.io.reading import error_text
 
 from .order import Indices, Order, ValidationOrder
 from .workers import Loader
@@ -161,7 +161,7 @@ class _BatchLoader:
             except BadDatasetItem:
                 raise
             except (OSError, ValueError) as error:
-                details = self.samples.describe(index), reason_of(error), isinstance(error, SampleIncomplete)
+                details = self.samples.describe(index), error_text(error), isinstance(error, SampleIncomplete)
                 failure = BadSample(index, *details, traceback=getattr(error, "traceback", ""))
                 is_bad = not isinstance(error, SampleSkipped)
             if is_bad or failure.is_incomplete:
