@@ -215,8 +215,9 @@ class StoredArrays:
         """Context with the rows of a shard, checked against the index; it explains errors of its body, too (see
         `explain_errors`)."""
         entry = self.index["shards"][shard]
-        path, shapes = self.folder / entry["file"], {self._name: (entry["rows"], *shape)}
+        path = self.folder / entry["file"]
         with explain_errors(path):
+            shapes = {self._name: (entry["rows"], *shape)}
             yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
 
     def lines(self) -> Iterator[Mapping[str, Any]]:
