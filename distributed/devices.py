@@ -119,7 +119,7 @@ def skip_compiler_import() -> None:
         with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
             return adam_step(optimizer, closure)
 
-    Adam.step = step  # type: ignore[method-assign]
+    Adam.step = step  # type: ignore[assignment, method-assign]
 
 
 def available_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
