@@ -274,9 +274,9 @@ def translate(args: argparse.Namespace) -> None:
 
 def read_public_config(path: str) -> dict[str, Any]:
     """The content of a JSON or YAML file. Raises OSError, and ValueError, in one line, if it is no mapping."""
-    from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes, read_json, read_yaml
+    from tandem.io.reading import LONGEST_FILE_BYTES, read_bytes, read_json, read_yaml
 
-    is_json = read_bytes(path, LONGEST_JSON_BYTES).lstrip().startswith(b"{")
+    is_json = read_bytes(path, LONGEST_FILE_BYTES).lstrip().startswith(b"{")
     config = read_json(path) if is_json else read_yaml(path)
     if not isinstance(config, dict):
         raise ValueError("it is no configuration: it holds no keys with values")

@@ -28,7 +28,7 @@ from tandem.config.fields import flag, given
 from tandem.config.models.decoder import GUIDED, Sampling
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import ClipFlags, kernel_settings
-from tandem.io.reading import LONGEST_JSON_BYTES, counted, plain_text, read_bytes, text_lines
+from tandem.io.reading import LONGEST_FILE_BYTES, counted, plain_text, read_bytes, text_lines
 from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     prompts = list(args.prompts or [])
     if args.prompt_file:
         try:
-            prompts += text_lines(plain_text(read_bytes(args.prompt_file, LONGEST_JSON_BYTES)))
+            prompts += text_lines(plain_text(read_bytes(args.prompt_file, LONGEST_FILE_BYTES)))
         except ValueError as error:
             raise ValueError(f"--prompt_file {args.prompt_file}: {error}") from None
         if not prompts:

@@ -69,7 +69,7 @@ class Side(ABC):
         self._options, self._device = options, device
         self._sides = options.sides.split(",")
         self._next_turn = self._sides.index(options.side)  # turns are numbered through all sides and rounds
-        importlib.import_module("torch._dynamo")  # the first optimizer imports it: 150 MiB that are not the model's
+        importlib.import_module("torch._dynamo")  # PyTorch's optimizers import it: 150 MiB that are not the model's
         self._memory_before = memory_bytes(device)
         self._rates: dict[str, list[float]] = {"wall": [], "cpu": []}
         self._memory: list[list[int]] = []  # by rank

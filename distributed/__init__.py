@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
         "backend and every number of processes that divides N, but slower and with one CPU thread per process; 0: off")
     group.add_argument("--reduce_precision", type=str.lower, choices=["fp32", "bf16"], default="fp32",
         help="precision in which processes exchange gradients; bf16 halves the bytes, for slow networks, and rounds "
-        "what each process sends to 8 bits; not with Horovod")
+        "what each process sends to 8 significant bits; not with Horovod")
     # The deepspeed launcher passes this to every script, whatever the backend.
     group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     # fmt: on
@@ -172,7 +172,8 @@ def launch_inference(run: Callable[[ProcessGroup], None], parser: Any, args: arg
         parser.error(f"--{unused_flags[0]} is for training, and this script trains nothing: leave it out")
     args.fresh = args.fresh and not _detect_launch().is_restart
     training_defaults = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
-    explicit = args.explicit - {"batch_size"}  # or a DeepSpeed JSON's train_batch_size would contradict the 0 below
+    # No batch size is given, so that another train_batch_size in a DeepSpeed JSON is no contradiction.
+    explicit = args.explicit - {"batch_size"}
     with exit_codes(parser.error, UserMistake):
         backend = from_args(
             argparse.Namespace(**{**vars(args), **training_defaults, "batch_size": 0, "explicit": explicit})

@@ -45,7 +45,7 @@ class _Heartbeat:
     phase: str = "starting"
     update: int = 0
     collective: bool = False  # the main thread may wait for other processes
-    is_uninterrupted: bool = False
+    is_uninterrupted: bool = False  # nothing in this phase gives a heartbeat
     loads: bool = False  # the main thread waits for loader processes
 
 

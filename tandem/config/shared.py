@@ -1,4 +1,4 @@
-"""Flags of several scripts. Imports the standard library only, so that `--help` is fast."""
+"""Flags of several scripts. Imports no PyTorch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ _WANDB = when("report_to", "wandb")
 class RunFlags:
     """Flags of every training script."""
 
-    invocation: Invocation = field(default_factory=Invocation)
+    invocation: Invocation = field(default_factory=Invocation)  # no flag: how the script was called
     output_dir: str = flag(
         "runs/",
         "run folder; a run that is in it already is resumed",
@@ -182,10 +182,9 @@ class RunFlags:
     ema_decay: float = flag(0.0, "decay per update of a moving average of the weights; 0: no average", fraction)
     ema_power: list[float] | None = flag(
         None,
-        "averages of the weights that grow with the run, instead of --ema_decay: the standard deviation of "
-        "each one's profile as a fraction of the run, such as 0.05 0.10; the model of the run is the first one, and "
-        "every save by --save_every_n_steps writes all to snapshots/, from which convert.py average makes other "
-        "lengths (default: none)",
+        "power-function averages of the weights (Karras et al. 2024) instead of --ema_decay: the relative width sigma "
+        "of each, such as 0.05 0.10; the model of the run is the first one, and every save by --save_every_n_steps "
+        "writes all to snapshots/, from which convert.py average makes other widths (default: none)",
         average_length,
         nargs="+",
     )
@@ -198,7 +197,7 @@ class RunFlags:
         "fp32",
         "precision of the forward and backward pass, validation and pictures; weights and optimizer moments "
         "stay fp32; tf32: fp32, but GPUs may round the factors of products to 10 bits of the mantissa, which is faster "
-        "there; bf16 and fp16 let GPUs do that in convolutions that stay fp32, those of gradient penalties",
+        "there; with bf16 and fp16, GPUs compute the convolutions of gradient penalties in tf32",
         choices=PRECISIONS,
         title="precision",
     )

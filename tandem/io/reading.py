@@ -32,7 +32,7 @@ READ_ERRORS: tuple[type[Exception], ...] = (
 catches SafetensorError, too. RuntimeError is not among them, because PyTorch raises it for mistakes of this program."""
 
 # The longest files that are read whole. Config files have a few kB, and PyYAML takes a second for 100 kB.
-LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
+LONGEST_FILE_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
 BYTE_ORDER_MARK = "\ufeff"  # at the start of a file; texts joined by `cat` or copied from web pages have it inside
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_ERROR = 500  # characters
@@ -102,7 +102,7 @@ def _blob_folders(folder: str) -> tuple[str, ...]:
     return (f"{match[1]}/blobs", f"{match[2]}/blobs") if match else ()
 
 
-def read_bytes(path: str | Path, limit: int = LONGEST_JSON_BYTES) -> bytes:
+def read_bytes(path: str | Path, limit: int = LONGEST_FILE_BYTES) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises OSError and ValueError, as `open_regular`."""
     with open_regular(path, limit) as file:
         content = file.read(limit + 1)  # some system files, such as in /proc, do not state their length
@@ -164,7 +164,7 @@ def parse_json(content: bytes, **hooks: Any) -> Any:
         raise
 
 
-def read_json(path: str | Path, limit: int = LONGEST_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: str | Path, limit: int = LONGEST_FILE_BYTES) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:

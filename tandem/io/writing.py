@@ -150,8 +150,8 @@ def wait_for_lock(file: BinaryIO, heartbeat: Callable[[], None] = lambda: None, 
 
 
 def other_holder(path: Path, ours: BinaryIO) -> str | None:
-    """Who holds the lock file at `path`, in words, if that is another file than `ours`, which this process has locked,
-    as after the folder was replaced; else None, also if there is no file."""
+    """None as long as the lock file at `path` is the file `ours`, which this process has locked, or does not exist. If
+    the folder was replaced, the last process that wrote the file there, in words; None if it is this process."""
     # Do not open our own file: closing it once would release the lock.
     with contextlib.suppress(FileNotFoundError):
         if not os.path.samestat(os.fstat(ours.fileno()), path.stat()):
@@ -239,7 +239,7 @@ def say(text: str, *, unbuffered: bool = False) -> None:
     by a stopped terminal. The line is written to the file descriptor, past sys.stderr; on a terminal it begins below a
     progress bar.
     """
-    with contextlib.suppress(OSError, *([ValueError] if unbuffered else [])):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the Python object is closed
         if not unbuffered:
             print(f"{program()}: {printable(text)}", file=sys.stderr, flush=True)
         elif select.select([], [2], [], _WRITE_SECONDS)[1]:

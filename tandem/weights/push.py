@@ -33,7 +33,7 @@ def push(args: argparse.Namespace) -> None:
 def write_upload(args: argparse.Namespace, folder: Path) -> None:
     """Write the files that `push` uploads: the model, its card, and the newest picture of its run."""
     from tandem import __version__
-    from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes
+    from tandem.io.reading import LONGEST_FILE_BYTES, read_bytes
     from tandem.io.writing import write_atomically
 
     path = Path(args.path)
@@ -46,12 +46,12 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
     if kind == "model" and (location / CARD).is_file():  # written by --dry_run, and perhaps edited
         for file in (CARD, PICTURE):
             if (location / file).is_file():
-                write_atomically(folder / file, read_bytes(location / file, LONGEST_JSON_BYTES))
+                write_atomically(folder / file, read_bytes(location / file, LONGEST_FILE_BYTES))
         return
     run = find_run(location)
     picture = newest_picture(run) if run and not args.no_picture else None
     if picture:
-        write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_JSON_BYTES))
+        write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_FILE_BYTES))
     settings = read_public_settings(run, KINDS[name]) if run else {}
     count = sum(parameter.numel() for parameter in model.parameters())
     weights = f"{count:,} parameters{describe_origin(location, kind, args.weights)}"

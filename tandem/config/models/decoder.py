@@ -94,7 +94,8 @@ class UnetConfig(ModelConfig):
         plain_init_conv: The first convolution has one kernel, of side 7, instead of three of the sides 3, 7 and 15.
         image_embed_dim, text_embed_dim: Widths of the image embedding and of the text encodings on which it is
             conditioned; None: it is not. The two blocks in the middle alone attend to texts.
-        max_text_len: Tokens of a text; the Unet cuts off further ones, learned tokens replace missing ones.
+        max_text_len: Tokens of a text. Learned tokens replace missing ones; further ones are cut off, which a training
+            prevents.
         image_embed_scale: Factor of the image embedding; sqrt(image_embed_dim) gives unit vectors entries of about 1.
         lowres_cond: It is conditioned on an image of lower resolution.
         lowres_noise_cond: It is conditioned on the noise level of that image, too.
@@ -277,7 +278,7 @@ class DecoderConfig(RecomputingConfig):
                 raise ValueError(f"clip {str(self.clip)[:80]}: it needs {', '.join(sorted(_CLIP_KEYS))} of a CLIP")
         expand_per_unet(type(self), self)
         self.cond_dim = self.cond_dim or list(self.dim)
-        for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
+        for name in ("num_resnet_blocks", "self_attn"):  # "2,2" and "2" of two levels are the same model
             lists = getattr(self, name)
             setattr(self, name, [levels[:1] if len(set(levels)) == 1 < len(levels) else levels for levels in lists])
 
@@ -321,6 +322,7 @@ class DecoderConfig(RecomputingConfig):
         if "image_sizes" in args.explicit and len(args.image_sizes) != len(sizes):
             hint = f"they need --image_sizes {' '.join(map(str, sizes))}"
             raise ValueError(f"the weights in {args.init_from} are of another model; {hint}")
+        # No architecture, but weights are sampled from with the noise level that they were trained for.
         return {**super().architecture_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}
 
     def unets(self) -> list[UnetConfig]:

@@ -222,6 +222,7 @@ def _draw_shapes(seed: int, index: int, _: int | str) -> Record:
 
 
 def _draw_scene(seed: int, index: int, _: int | str) -> Record:
+    # "seen" has no meaning: without it, the pictures would be others than those of earlier versions.
     draws, key = Draws("scene", "seen", seed, index), ("scene background", "seen", seed, index)
     shape, colour, place = _draw_one(_TRAINING_TRIPLES, draws)
     figure = _make_figure(shape, colour, _draw_one(SIZES, draws), place, draws)
@@ -307,7 +308,7 @@ def condition_of(text: str) -> dict[str, Tensor]:
 
 # Clips: one or two shapes that glide over a soft background and bounce off its edges.
 
-FRAMES_PER_SECOND = 24  # nominal; with --fps, a clip has that many frames per 24 frames of the scene
+FRAMES_PER_SECOND = 24  # of a scene; with --fps N, a clip has N frames for 24 of the scene
 _MARGIN = 0.22  # the least distance of a shape's centre from an edge, in sides
 
 

@@ -88,7 +88,8 @@ def measure_matmul_flops(device: torch.device, precision: str) -> float:
         product[0, 0].item()  # waits for the device
         seconds = time.monotonic() - start
         max_rate = max(max_rate, 2 * size**3 / seconds)
-        size *= 2 if seconds < (0.1 if size < 1024 else 0.01) else 1  # a short product is mostly launch and wait
+        if seconds < (0.1 if size < 1024 else 0.01):  # a short product is mostly launch and wait
+            size *= 2
     return max_rate
 
 
@@ -108,7 +109,7 @@ class Operations:
         self._is_compiled, self._is_unknown = is_compiled, hides_recomputation
         self._updates: Counter[Hashable] = Counter()
         self._flops: dict[Hashable, float] = {}
-        self._since_line: Counter[Hashable] = Counter()
+        self._since_line: Counter[Hashable] = Counter()  # updates since the last line of metrics.jsonl
 
     @contextmanager
     def update(self, kind: Hashable) -> Iterator[None]:
@@ -130,7 +131,7 @@ class Operations:
         return self._flops.get(kind, math.nan)
 
     def mean_since_line(self) -> float:
-        """Mean operations per update since the last call; NaN if those of an update are unknown."""
+        """Mean operations per update since the last line; NaN if those of an update are unknown."""
         total = sum(self.flops_of(kind) * updates for kind, updates in self._since_line.items())
         mean = total / self._since_line.total() if self._since_line else math.nan
         self._since_line.clear()

@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem import __version__
 from tandem.io.installed import HOME
-from tandem.io.reading import LONGEST_JSON_BYTES, parse_json, read_bytes
+from tandem.io.reading import LONGEST_FILE_BYTES, parse_json, read_bytes
 from tandem.io.writing import write_atomically
 
 _PACKAGES = (
@@ -47,7 +47,7 @@ def _write(output_dir: Path, lines: list[dict[str, Any]]) -> None:
 def starts(output_dir: str | Path) -> list[dict[str, Any]]:
     """The lines of starts.jsonl in a run folder, oldest first, without damaged ones."""
     try:
-        lines = read_bytes(Path(output_dir) / _STARTS, LONGEST_JSON_BYTES).splitlines()
+        lines = read_bytes(Path(output_dir) / _STARTS, LONGEST_FILE_BYTES).splitlines()
     except (OSError, ValueError):
         return []
     entries: list[Any] = []
