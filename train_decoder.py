@@ -137,7 +137,7 @@ class UnetTraining:
         return self.loss(network, x0, conditions, **draws)
 
     def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
-        """Errors (b,) of a batch of the validation split, and their noise levels, the same ones at every step."""
+        """Errors (b,) of a batch of the `total` validation samples, and their noise levels, the same at every step."""
         draws = self.draws.fixed(batch["positions"], total, self.full_shape)
         x0, conditions = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
         return self.loss(network, x0, conditions, **draws).error, draws["times"]

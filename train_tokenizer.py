@@ -48,7 +48,8 @@ class ScriptFlags:
     )
     inflate: bool = flag(
         False,
-        "the model of --init_from was trained on images: at the start, each frame is encoded without earlier ones",
+        "for a model of --init_from that was trained on images: change its weights so that, before the first update, "
+        "each frame is encoded without earlier ones",
         requires=given("init_from", "DIR"),
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")

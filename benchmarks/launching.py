@@ -47,11 +47,6 @@ AS_A_USER = {
 }
 
 
-# DeepSpeed compiles functions of Muon, which nothing here uses, when it wraps a model; importing the compiler takes
-# half of the start.
-WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
-
-
 _KILL_SECONDS = 300.0  # limit for a killed process to disappear; one that waits for a disk takes long
 _PORTS = range(10_000, 32_000)  # below the ephemeral ports of the system
 
@@ -228,8 +223,7 @@ class Job:
 
 def start(launcher: Launcher, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> Job:
     """Start a job."""
-    environment = WITHOUT_COMPILER if launcher.name == "deepspeed" else {}
-    return Job(launcher.command(script, flags, launcher_flags), script, None, **environment)
+    return Job(launcher.command(script, flags, launcher_flags), script, None)
 
 
 def finish_all(jobs: Sequence[Job], seconds: float) -> list[Finished]:

@@ -102,8 +102,8 @@ class GANFlags:
     )
     penalty_weight: float = flag(
         10.0,
-        "weight of the discriminator's gradient penalty in the updates that have it; StyleGAN multiplies it by "
-        "--apply_grad_penalty_every",
+        "weight of the discriminator's gradient penalty in the updates that have it; for StyleGAN's lazy "
+        "regularization, multiply its weight by --apply_grad_penalty_every yourself",
         non_negative_float,
     )
     apply_grad_penalty_every: int = flag(

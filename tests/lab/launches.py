@@ -9,7 +9,7 @@ from pathlib import Path
 from lab import Lab
 from slurm import Slurm
 
-from benchmarks.launching import PATIENT_HOROVODRUN, ROOT, WITHOUT_COMPILER, Job, Launcher, tool
+from benchmarks.launching import PATIENT_HOROVODRUN, ROOT, Job, Launcher, tool
 
 #: What has to be installed beside what `make test` installs.
 TOOLS = {
@@ -41,7 +41,6 @@ def start_on_all(
         hostfile = lab.folder / "hostfile"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
         command = [tool("deepspeed"), "--hostfile", hostfile, path, *flags]
-        environment |= WITHOUT_COMPILER
     elif launcher.name == "horovodrun":
         command = [*PATIENT_HOROVODRUN, "-np", n, "-H", slots, python, path, *flags]
     elif launcher.name == "mpirun":

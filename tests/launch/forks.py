@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.launching import ENVIRONMENT, HANG_SECONDS, ROOT, WITHOUT_COMPILER, Finished, free_port
+from benchmarks.launching import ENVIRONMENT, HANG_SECONDS, ROOT, Finished, free_port
 
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", "interrupted_worker"])
@@ -34,7 +34,7 @@ class Forked:
         log.write_text("")
         for rank in range(processes):
             of_rank = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            environment = {**os.environ, **ENVIRONMENT, **WITHOUT_COMPILER, **of_rank}
+            environment = {**os.environ, **ENVIRONMENT, **of_rank}
             arguments = (module, list(flags), ROOT, environment, [log, log], threads)
             self._ranks.append(WARM.Process(target=_main, args=arguments))
         for process in self._ranks:

@@ -82,6 +82,9 @@ class DeepSpeedBackend(DDPBackend):
 
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         os.environ.setdefault("DS_ACCELERATOR", accelerator.type if accelerator else "cpu")
+        if not self.options.compile:
+            # DeepSpeed compiles functions of Muon, which no script uses, when it wraps a model: half of the start.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         import deepspeed
 
         from . import engine  # noqa: F401  (imported now, so that an unsuitable version fails first)

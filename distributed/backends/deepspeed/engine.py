@@ -165,7 +165,7 @@ class ZeroEngine(Engine):
     # the backward pass of a training step.
 
     def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._casts_eager_weights:
+        if not self._casts_eager_weights:  # the weights are fp32 already, or ZeRO 3 gathers them in their precision
             return super()._eager_forward(*args, **kwargs)
         weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
         with torch.compiler.set_stance("force_eager"):
@@ -293,7 +293,7 @@ class ZeroEngine(Engine):
 
     def _read_state(self) -> dict[str, Any]:
         weights = live_weights(self.module)
-        if self._lacks_weights:  # one after the other: offloaded ones come to the device
+        if self._lacks_weights:  # functions, because reading an offloaded weight copies it to the device
             weights = {name: partial(self._read_weight, name, tensor) for name, tensor in self._state_tensors().items()}
         return {"weights": weights, "optimizer": self._read_optimizer(), "scaler": self._scaler_state()}
 

@@ -91,7 +91,7 @@ def _find_files(path: str) -> Files | None:
 
 
 def _open_folder(path: str, field_specs: Sequence[FieldSpec], demo: str) -> RecordSource | Files:
-    """The source of the files or tables below a folder, or the paths of the tars there."""
+    """The source of the files or tables below a folder, or of a folder of `save_to_disk`, or the paths of the tars."""
     try:
         folder = FolderSource(path, field_specs, demo)
     except NothingFoundError:

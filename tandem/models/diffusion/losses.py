@@ -27,8 +27,8 @@ def prediction_target(objective: str, x0: Tensor, noise: Tensor, alpha: Tensor, 
 
 
 def coefficients(objective: str, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b of x0 = a x + b p: every prediction p of a noisy picture x is a linear form of the clean picture
-    (Salimans and Ho 2022, appendix D, for noise, x0 and v; Lipman et al. 2023 for flow).
+    """a and b of x0 = a x + b p: the clean picture x0 is a linear combination of the noisy picture x and the prediction
+    p (Salimans and Ho 2022, appendix D, for noise, x0 and v; Lipman et al. 2023 for flow).
 
     The preconditioning of Karras et al. 2022 for data of standard deviation 1 equals "v" with the weight 1, except for
     the sign: its sigma is sigma / alpha here, its noisy picture x / alpha, the input of its network x, the output -v;
@@ -76,8 +76,8 @@ def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
     """Refuse combinations that cannot be trained or sampled.
 
     Raises:
-        ValueError: an unknown name; noise predicted where no picture is left; or "flow" without a flow schedule or the
-            reverse.
+        ValueError: an unknown name; noise predicted where no picture is left; "flow" without a flow schedule; or noise
+            or v with one.
     """
     for name, value, choices in (("objective", objective, OBJECTIVES), ("loss weight", weight, LOSS_WEIGHTS)):
         if value not in choices:

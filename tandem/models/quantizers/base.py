@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.devices import sum_dtype
 
 AllReduce = Callable[[Tensor], Tensor]
-"""Sum over the processes, as a new tensor."""
+"""Sum over the processes; with one process it is the tensor itself."""
 
 
 class Quantized(NamedTuple):
@@ -94,7 +94,8 @@ class Bottleneck(nn.Module):
     loss_names: ClassVar[tuple[str, ...]] = ()
     """Keys of `Quantized.losses`, in train and eval mode."""
     keeps_fp32: ClassVar[bool] = False
-    """Whether averages stay in fp32 under `.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model."""
+    """Whether its tensors, such as a codebook of moving averages, stay in fp32 under `.bfloat16()` and `.half()`, which
+    DeepSpeed calls on a whole model."""
 
     in_dim: int
     """Channels of the encoder's output."""

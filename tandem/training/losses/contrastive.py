@@ -87,8 +87,8 @@ class Contrastive:
     ) -> ContrastiveResult:
         """The loss of the global batch and its gradients, computed in fp32 (fp64 if ``audio`` is). Collective.
 
-        A pair without negatives has a loss of 0: in softmax by the formula, in decoupled because the logarithm of an
-        empty sum would pull its embeddings together without limit.
+        A pair without negatives has a loss of 0 in softmax, by the formula, and in decoupled, where only its own
+        similarity would be left, which would grow without limit.
 
         Args:
             audio: (b, h, d) unit vectors, this process's pairs.

@@ -1,4 +1,4 @@
-"""Folders of diffusers with an AutoencoderKL or a VQModel as `VQGAN` with taming's body, and back."""
+"""Reads the folder of an AutoencoderKL or a VQModel of diffusers as a `VQGAN` with --body taming, and writes it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def diffusers_folder(path: Path) -> Path | None:
     names = ("vae", "vqvae") if (path / "model_index.json").is_file() else ()
     for folder in (path, *(path / name for name in names)):
         config = read_json_or_empty(folder / _CONFIG)
-        if "_class_name" in config and "model" not in config:
+        if "_class_name" in config and "model" not in config:  # our own config.json has the key "model"
             return folder
     return None
 

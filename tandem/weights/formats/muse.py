@@ -59,7 +59,8 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
         discriminator: Written too, if a VQGanVAE can have a discriminator of this form.
 
     Returns:
-        The constructor call of the VQGanVAE that loads the file, which does not hold the arguments.
+        A sentence with the constructor call of the VQGanVAE that loads the file, which does not hold the arguments, and
+        with the reason if the discriminator is not in it.
 
     Raises:
         ValueError: one line, if the public package has no such model.
