@@ -164,7 +164,8 @@ def marks(history: Sequence[Mapping[str, Any]], rises: Mapping[str, Sequence[Seq
         kind, noun, action = _FAULT_LABELS[name]
         for first, last, count in intervals:
             updates = f"update {last:,.0f}" if first == last else f"updates {first:,.0f} to {last:,.0f}"
-            events.append({"step": last, "kind": kind, "text": f"{counted(int(count), noun)} {action}, counted at {updates}"})
+            text = f"{counted(int(count), noun)} {action}, counted at {updates}"
+            events.append({"step": last, "kind": kind, "text": text})
     return sorted(events, key=lambda event: event["step"])
 
 
