@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.optim import Adam, Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from tandem.flops import FlopCounter
 
@@ -109,7 +108,7 @@ def skip_compiler_import() -> None:
     """Let optimizers make updates without importing torch.compile's front end, torch._dynamo, as they do only to tell
     it what not to compile: 150 MiB in each process, and a second or more of its start. Not for a run that compiles."""
     methods = Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict
-    for function in (*methods, FlopCounter.__torch_dispatch__, checkpoint):
+    for function in (*methods, FlopCounter.__torch_dispatch__):
         wrapped: Any = inspect.unwrap(function)
         wrapped.__dynamo_disable = wrapped  # what its wrapper, torch._compile._disable_dynamo, calls
     adam_step = inspect.unwrap(Adam.step)  # of AdamW, too

@@ -13,7 +13,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import filling
 import numpy as np
 import pytest
 import torch
@@ -153,12 +152,11 @@ def test_a_damaged_shard_is_computed_again(damage, script, whole, copied, model,
 def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(script, whole, model, source, tmp_path, on_write):
     first = f"{script.shards}-00000"
 
-    def write_and_signal(path: Path, content: bytes) -> None:
+    def send_signal(path: Path) -> None:
         if path.name == f"{first}.safetensors":
             os.kill(os.getpid(), signal.SIGTERM)
-        filling.write_atomically(path, content)
 
-    on_write(write_and_signal)
+    on_write(send_signal)
     later = {"embeddings": ["--query", "not yet"], "codes": ["--report"]}.get(script.shards, [])
     with pytest.raises(SystemExit) as raised:
         script.fill(model, source, tmp_path, *later)

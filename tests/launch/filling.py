@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 
 import embed
 import encode
-import tandem.io.writing
 from tandem.models import VQGAN, MuLaN, VideoTokenizer
 from tests.data.decoding.films import write_video
 from tests.scripts import lines
@@ -35,7 +34,6 @@ VIDEOS = {
     "a.mp4": 5, "b.mkv": 4, "cats/1.mov": 3, "cats/2.png": 1, "cats/old/3.m4v": 6, "d.bmp": 1, "e.mp4": 20,
     "z/f.mkv": 2, "z/g.mp4": 7,
 }  # fmt: skip
-write_atomically = tandem.io.writing.write_atomically
 
 
 def vqgan(seed: int = 0, **options: Any) -> VQGAN:

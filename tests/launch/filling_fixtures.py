@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from filling import saved, write_atomically
+from filling import saved
 
-import tandem.io.writing
+from tandem.data.stores.output import OutputFolder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,9 +43,14 @@ def whole(script, model, source, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def on_write(monkeypatch) -> Callable[..., None]:
-    """Replace the function that writes files; without an argument put it back."""
+    """Call a function with the path before each file of an output folder is written."""
+    write = OutputFolder.write
 
-    def replace(write: Callable[[Path, bytes], None] = write_atomically) -> None:
-        monkeypatch.setattr(tandem.io.writing, "write_atomically", write)
+    def call(before: Callable[[Path], None]) -> None:
+        def write_after(folder: OutputFolder, name: str, content: bytes) -> None:
+            before(folder.path / name)
+            write(folder, name, content)
 
-    return replace
+        monkeypatch.setattr(OutputFolder, "write", write_after)
+
+    return call

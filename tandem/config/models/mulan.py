@@ -207,7 +207,7 @@ class MuLaNConfig(RecomputingConfig):
                     setattr(self, f"{tower}_{name}", getattr(self, name))
             config = getattr(self, f"{tower}_tower")
             if config is not None:
-                check_tower(config, AUDIO_KINDS if tower == "audio" else TEXT_KINDS)
+                check_tower(f"{tower}_tower", config, AUDIO_KINDS if tower == "audio" else TEXT_KINDS)
                 dim, heads = config["hidden_size"], config["num_attention_heads"]
                 sizes = {"dim": dim, "depth": config["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
                 for name, value in sizes.items():

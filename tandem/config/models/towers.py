@@ -43,10 +43,10 @@ def first_position(config: Mapping[str, Any]) -> int:
     return 1 + config["pad_token_id"] if "roberta" in config["model_type"] else 0
 
 
-def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
-    """Raise ValueError, in one line, unless this is the configuration of a tower of these kinds."""
+def check_tower(name: str, config: Any, kinds: Mapping[str, str]) -> None:
+    """Raise ValueError, in one line with this name, unless this is the configuration of a tower of these kinds."""
     if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
-        raise ValueError(f"{str(config)[:80]} is no configuration of a tower of the kind {' or '.join(kinds)}")
+        raise ValueError(f"{name} {str(config)[:80]!r} is no configuration of a tower of the kind {' or '.join(kinds)}")
     for name in _AUDIO_SIZES if kinds is AUDIO_KINDS else _TEXT_SIZES:
         check_whole(f"a tower's {name}", config.get(name))
     if config["hidden_size"] % config["num_attention_heads"]:

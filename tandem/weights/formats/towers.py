@@ -172,7 +172,7 @@ def _convert_open_clip(
 def _convert_weights(config: Mapping[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of an encoder by their present names, in fp32; transformers renames those of its earlier versions and
     of models with a head. Raises ValueError that names the first one that is missing."""
-    check_tower(config, AUDIO_KINDS if config["model_type"] in AUDIO_KINDS else TEXT_KINDS)
+    check_tower("its config.json", config, AUDIO_KINDS if config["model_type"] in AUDIO_KINDS else TEXT_KINDS)
     model_class, model_config, options = towers.get_constructor(config)
     expected = build_on_meta(lambda: model_class(model_config, **options)).state_dict()
     if sum(weight.numel() for weight in expected.values()) > sum(tensor.numel() for tensor in state.values()):
