@@ -85,8 +85,8 @@ class Config(ClipFlags, Sampling):
     )
     clip: str | None = flag(
         None,
-        "model of open_clip that encodes --prompts; without --masks and --start_at_unet it encodes --images, at the "
-        "size of the last Unet as in training, to draw others like them",
+        "model of open_clip, or a .json file with the shape of one, that encodes --prompts; without --masks and "
+        "--start_at_unet it encodes --images, at the size of the last Unet as in training, to draw others like them",
         NAME,
         title="embeddings",
     )
@@ -233,10 +233,11 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
     """Name of a condition that the Unets take -> its source. Raises ValueError, in one line, if they do not fit."""
     from tandem.models.diffusion.decoder import CONDITIONS
 
-    widths = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
-             for name, width in CONDITIONS.items() for unet in unets if getattr(unet.spec, width)}  # fmt: skip
-    chosen = {name: source for source in sources for name in source.shapes if name in widths}
-    requires = " and ".join(widths) or "no condition"
+    # Condition -> its width, and the most tokens of a text.
+    limits = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
+              for name, width in CONDITIONS.items() for unet in unets if getattr(unet.spec, width)}  # fmt: skip
+    chosen = {name: source for source in sources for name in source.shapes if name in limits}
+    requires = " and ".join(limits) or "no condition"
     for source in sources:
         if source not in chosen.values():
             flags = {other.flag for name, other in chosen.items() if name in source.shapes}
@@ -247,10 +248,10 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
             raise ValueError(
                 f"{source.flag} gives {counts[0]} conditions, {sources[0].flag} {counts[1]}: give equally many"
             )
-    if widths and not chosen:
+    if limits and not chosen:
         raise ValueError("the model needs a condition: give --prompts, --image_embeddings or --text_embeddings")
     for name, source in chosen.items():
-        (*tokens, width), (model_width, longest) = source.shapes[name], widths[name]
+        (*tokens, width), (model_width, longest) = source.shapes[name], limits[name]
         if width != model_width:
             raise ValueError(f"{source.flag} gives width {width}; the model takes {name} of width {model_width}")
         if tokens and tokens[0] > longest:

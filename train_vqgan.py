@@ -159,7 +159,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         weights["kl"] = config.kl_loss_weight / values_per_latent  # the KL is per latent, the errors are per value
         fakes, codes = [], []
-        # With --grad_accum_steps, passes without gradients come first, for what depends on the whole batch.
+        # With --grad_accum_steps, passes without gradients come first, for statistics of codes and an adaptive weight.
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = vqgan(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)

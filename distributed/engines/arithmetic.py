@@ -35,8 +35,9 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any]]:
     """The ``grad_accum_steps`` micro-batches of a local batch. Tensors and lists are cut, and every micro-batch gets
-    all other values unchanged. With ``batch_parts``, tensors are copied: a slice begins at an address that depends on
-    the number of processes, and matrix products may round differently at another address.
+    all other values unchanged. With ``batch_parts`` (--batch_parts, the same bits on any number of processes), tensors
+    are copied: a slice begins at an address that depends on the number of processes, and matrix products may round
+    differently at another address.
 
     Raises:
         ValueError: a tensor or list does not hold ``local_batch_size`` entries.

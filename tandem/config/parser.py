@@ -23,9 +23,9 @@ from .shell import HelpAll, complete, short_help
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
 
-# Seconds that another process than the root waits before it prints an error, because a launcher ends all processes when
-# the first one fails. An error that all processes have is printed by the root. A process that still runs after the
-# longer delay is alone with its error and prints it.
+# Seconds that a process other than the root waits after an error. A launcher ends all processes when the first one
+# exits: the short delay leaves the root the time to print an error that all have. A process that still runs after the
+# long one is alone with its error and prints it.
 _AGREED_DELAY, _OWN_DELAY = 2.0, 10.0
 
 # Flags that show that a real run is meant: with one of them, but neither `data_flag` nor --dataset, a command is
@@ -147,8 +147,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
         If neither `argv` nor the file of `--config` has `data_flag` or `--dataset`, the config file `demonstration` is
-        read, and --help says so. But if `argv` has `--config`, a model to start from or samples of another flag, that
-        is an error, because the user would take the result for a model of the user's data.
+        read, and --help says so. But if `argv` has one of `_NEEDS_DATA`, such as `--init_from`, that is an error,
+        because the user would take the result for a model of the user's data.
 
         The namespace also holds `explicit`, the dest names that were set in either place (frozenset);
         `on_command_line`, those set in `argv`; `aliases`, for each name in `explicit` the one of the flag's names by
@@ -193,7 +193,8 @@ class ArgumentParser(argparse.ArgumentParser):
         invocation = Invocation(
             args.script, settings, args.explicit, args.aliases, self.fixed_on_resume, args.config_note, resumed
         )
-        config = self.config.__new__(self.config)  # without `__post_init__`, which checks the finished model
+        # Without a model's `__post_init__`: it needs what is read later, such as a tower's configuration from its path.
+        config = self.config.__new__(self.config)
         vars(config).update({name: getattr(args, name) for name in self._fields}, invocation=invocation)
         return config
 
@@ -318,7 +319,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.
 
-        Left out are `_COMMAND_LINE_ONLY` and the flags that only a launcher passes.
+        Left out are `_COMMAND_LINE_ONLY`, flags without a help text, which a launcher passes, and former flags.
         """
         return {
             config_names(action)[0]: config_value(action, getattr(args, action.dest))

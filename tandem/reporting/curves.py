@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from tandem.io.reading import counted, error_text, open_regular, parse_json
 from tandem.training.metrics.directions import EVALUATION_SECONDS
 
-POINTS = 500  # a curve of more values has 500 to 999 points
+POINTS = 500  # a curve of more values has 500 to 1000 points
 MOST_METRICS = 400  # of a run; the memory grows with them
 _LONGEST_NAME = 200  # characters of a metric
 _LONGEST_LINE = 1 << 20  # bytes
@@ -42,7 +42,7 @@ class Curve:
         """The curve for the page: x (updates), y (means), lo and hi (lowest and highest values, if a point stands for
         several), nan (updates with missing values), and statistics of all values; numbers with six digits.
 
-        Each point stands for `size` neighbouring values, the smallest power of two that gives fewer than 2 x `points`
+        Each point stands for `size` neighbouring values, the smallest power of two that gives at most 2 x `points`
         points. `lo` and `hi` keep every spike."""
         import numpy as np  # not at the top: --help is fast
 

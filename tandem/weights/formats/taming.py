@@ -190,8 +190,8 @@ def _is_quantizer_state(name: str) -> bool:
 
 
 def _quantizer_state(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of our quantizer that a file lacks: training goes on as if one vector had been assigned to each of the
-    file's entries."""
+    """The state of our quantizer: the file's codebook, and statistics that it lacks, with which training goes on as if
+    one vector had been assigned to each entry."""
     if arguments["quantizer"] != "vq":
         return {"quantizer.latent_stats": torch.zeros(3)} if arguments["quantizer"] == KL else {}
     entries = weights["quantizer.codebook"].float()
