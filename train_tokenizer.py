@@ -172,7 +172,6 @@ def train(config: Config, backend: distributed.Backend) -> None:
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         fakes, codes = [], []
-        # With --grad_accum_steps, passes without gradients come first, for statistics of codes and an adaptive weight.
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = tokenizer(micro_batch.images)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
