@@ -201,7 +201,7 @@ class Backend(ABC):
             self.remove_time_limit()
         except Exception as error:
             signals.close()
-            if isinstance(error, UserMistake):  # every process raises it
+            if isinstance(error, UserMistake):  # `connect` raises it on every process
                 raise
             text = f"rank {launch.rank} of {launch.world_size} could not connect through {self.name}: "
             text += first_line(error)
@@ -233,8 +233,9 @@ class Backend(ABC):
             options.reduce_precision, options.compile, *self._training_flag_values,
         ]  # fmt: skip
         all_settings = comm.gather_objects([*own_settings, plan.grad_accum_steps])
-        # After a restart by the launcher, the machines that were there ignore --fresh and read the previous plan. A new
-        # machine does not know of the restart and plans with --grad_accum_steps alone. So all take the largest number.
+        # After a restart by the launcher, a machine that took part before ignores --fresh and plans from the run's last
+        # start. A new machine does not know of the restart and plans with --grad_accum_steps alone. So all take the
+        # largest number.
         if (steps := max(settings[-1] for settings in all_settings)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*other_settings, _) in enumerate(all_settings):

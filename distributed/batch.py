@@ -58,9 +58,9 @@ def plan_batches(
 ) -> BatchPlan:
     """Distribute the samples of an update over processes and accumulation steps.
 
-    ``previous_batch_plan`` is the ``Backend.describe`` of the run's last start. If more processes trained the same
-    batch with the same flags then, each now gets more samples per update, and accumulates over more steps, so that none
-    holds more samples at a time.
+    ``previous_batch_plan`` is the ``Backend.describe`` of the run's last start. If that start had more processes, and
+    the same batch and flags, each process now gets more samples per update. It accumulates over more steps then, so
+    that it holds no more samples at a time.
 
     ``batch_parts`` above 0 fixes the micro-batch: every process accumulates over its share of the parts, whose number
     must be a multiple of ``grad_accum_steps``.

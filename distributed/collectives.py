@@ -68,8 +68,8 @@ class Communicator:
 
         ``sizes`` are those of dimension 0 by rank; without them the processes exchange them, and the host waits.
 
-        The gradient is that of a single process which holds the whole batch, once gradients are averaged over the
-        processes (as every engine does): each process's part of the gradient summed over all processes.
+        Backward sums the gradient of the concatenated tensor over all processes, and each process takes the rows of its
+        own tensor. Once an engine has averaged over the processes, that is the gradient of one process with all rows.
         """
         if self.world_size == 1:
             return tensor

@@ -105,13 +105,14 @@ def use_one_thread() -> None:
 
 
 def skip_compiler_import() -> None:
-    """Let optimizers make updates without importing torch.compile's front end, torch._dynamo, as they do only to tell
-    it what not to compile: 150 MiB in each process, and a second or more of its start. Not for a run that compiles."""
+    """Let optimizers make updates without importing torch._dynamo, the front end of torch.compile, which takes over a
+    second and 70 MiB in each process. They import it only to tell it what not to compile. Not for a run that compiles.
+    """
     methods = Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict
     for function in (*methods, FlopCounter.__torch_dispatch__):
         wrapped: Any = inspect.unwrap(function)
         wrapped.__dynamo_disable = wrapped  # what its wrapper, torch._compile._disable_dynamo, calls
-    adam_step = inspect.unwrap(Adam.step)  # of AdamW, too
+    adam_step = inspect.unwrap(Adam.step)  # of AdamW, too; its wrapper imports torch._dynamo in any case
 
     @wraps(adam_step)
     def step(optimizer: Adam, closure: Any = None) -> Any:

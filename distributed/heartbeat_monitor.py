@@ -87,8 +87,8 @@ class HeartbeatMonitor:
         self._announced_phases: set[str] = set()
 
     def record(self, rank: int, heartbeat: dict[str, Any]) -> None:
-        """Record a heartbeat: what a rank is doing. Its ``count`` grows with each phase that begins, and while an
-        uninterrupted phase uses the processor."""
+        """Record a heartbeat: what a rank is doing. Its ``count`` grows with each phase that begins and, in a phase
+        that gives no heartbeats itself (``is_uninterrupted``), while the rank uses the processor."""
         state = self._ranks[rank]
         if state.heartbeat["count"] != heartbeat["count"]:
             state.progressed_at = self.now

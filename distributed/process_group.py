@@ -38,7 +38,7 @@ class ProcessGroup:
         stop: The agreement to stop, whose flag an engine may send along with its gradients.
         heartbeat: `Watchdog.heartbeat`, which reports that this process begins a phase; engines and collectives report
             theirs.
-        waited: `Watchdog.waited`.
+        waited: Seconds that this process has waited so far, by cause (`Watchdog.waited`).
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ProcessGroup:
             if isinstance(error, TrainingStopped) or not is_out_of_memory(error):  # TrainingStopped ends the job
                 raise
             own_reason = f"not enough memory: {first_line(error)}"
-        self.watchdog.barrier()
+        self.watchdog.barrier()  # which has no time limit: another process may take long, as for a lock
         if not self.sum({"failures": float(own_reason is not None)})["failures"]:
             return
         for rank, (reason, is_mistake) in enumerate(self.gather_objects([own_reason, error_type is UserMistake])):
@@ -201,10 +201,10 @@ class ProcessGroup:
             disconnect: Takes whether to disconnect gracefully, which waits for the others (`Backend.disconnect`).
 
         Raises:
-            Failed: the run has stopped. Of several processes, one that alone knows the reason ends here.
+            Failed: the run has stopped. One of several processes that alone knows the reason does not raise: it exits.
         """
         is_done = error is None or isinstance(error, SystemExit | Ended)
-        # All processes raise these errors, so a graceful disconnect cannot hang.
+        # Errors that all processes raise.
         is_mistake = isinstance(error, UserMistake)
         is_on_all_ranks = is_mistake or (isinstance(error, TrainingStopped) and not error.on_one_rank)
         stop_error, is_graceful = None, False

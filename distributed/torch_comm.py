@@ -28,7 +28,8 @@ from .devices import gpu_id, gpus_are_shared, shared_gpu_error
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# While processes connect, collectives time out a little later than the watchdog, whose message says more.
+# Before `remove_time_limit`, collectives time out so much later than --timeout_minutes that the watchdog, whose message
+# says more, ends the job first.
 GRACE_SECONDS = 60
 _NO_TIMEOUT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
@@ -110,8 +111,9 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     counts only the failures of its own processes (pytorch/pytorch#108158).
 
     Each process publishes a token, the address from which it reaches MASTER_ADDR and the id of its ``gpu``. The root
-    answers each with its token and a digest of the list of all tokens, and repeats that with each new list, until every
-    process has returned the same digest: then no token is of an earlier start. The bytes that a process sends and
+    answers each with its token and a digest of the list of all tokens, and repeats that with each new list. A process
+    returns a digest only if it comes with its present token. So when all have returned the digest of the same list, no
+    token in it is of an earlier start. The bytes that a process sends and
     receives do not grow with the number of processes. After ``REPORT_SECONDS`` the root prints which ranks are missing;
     if the root is missing, one process of each machine prints that.
 

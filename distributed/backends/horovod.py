@@ -22,7 +22,7 @@ _INSTALLER = "scripts/install_horovod.sh"
 class HorovodBackend(Backend):
     name = "horovod"
     auto_order = 10
-    sockets_per_process = 5  # four of Horovod (its two meshes and its controller), one of the watchdog
+    sockets_per_process = 5  # per other process: four of Horovod, one of the watchdog
     package = "horovod"
     install_hint = f"bash {short_path(HOME / _INSTALLER)}"
 

@@ -322,7 +322,7 @@ def _replace_autos(value: Any, auto: Mapping[str, Any], path: str = "") -> Any:
         children = {key: _replace_autos(child, auto, f"{path}.{key}".lstrip(".")) for key, child in value.items()}
         return {key: child for key, child in children.items() if child != AUTO}
     if isinstance(value, list):
-        return [_replace_autos(child, {}) for child in value if child != AUTO]  # `auto` has no entries of lists
+        return [_replace_autos(child, {}) for child in value if child != AUTO]  # `auto` has no path into a list
     return auto.get(path, AUTO) if value == AUTO else value
 
 

@@ -188,6 +188,7 @@ class ZeroEngine(Engine):
             # ZeRO would let a second backward pass after one forward pass overwrite the gradients of the first. With
             # this flag cleared, ZeRO treats the coming backward pass as a new one.
             self._zero.clear_backward_seen_flag()
+        # DeepSpeed calls it from hooks on the outputs of its own engine, which the forward pass does not call.
         loss.register_hook(lambda _: self._ds._backward_prologue())
         self._ds.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 

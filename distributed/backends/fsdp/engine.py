@@ -60,7 +60,8 @@ class FSDPEngine(ReplicatedEngine):
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         names = {parameter: name for name, parameter in model.named_parameters()}
         if options.compile:
-            model.compile()  # before offloading: a model may prepare constants on the device of its weights
+            # Before offloading: the `compile` of a model may make constants on the device of its weights.
+            model.compile()
         self._apply_fsdp(model)
         full_parameters = self._full_parameters() if self._plan.batch_parts else {}
         tensors = model.state_dict(keep_vars=True)
@@ -156,6 +157,7 @@ class FSDPEngine(ReplicatedEngine):
     def _reduce_late_gradients(self) -> None:
         """Let FSDP sum the gradients that it has missed: those that were computed after their block was summed, and
         those of a backward pass that passes through no output of the model, as that of a gradient penalty may do."""
+        # FSDP accepts its last callback only during a backward pass, so here is one of nothing.
         end_backward = getattr(cast(FSDPModule, self.module)._get_fsdp_state(), _END_BACKWARD)
         trigger = torch.zeros((), requires_grad=True) * 1
         trigger.register_hook(lambda _: end_backward())
