@@ -83,11 +83,11 @@ class ClipDecoder:
         return self.to_clip(frames)
 
     def frames(self, ref: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
-        """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
-        (3, image_size, image_size), at the fps or frame_stride of clips. Each comes with the frames per second up to
-        it: `fps`, or else those of the headers, if all time stamps agree with them to half a frame, or else the mean;
-        None for an image. With `multiple`, (3, height, width) in the aspect ratio of the file, see `FrameConverter`.
-        Raises what `load` raises."""
+        """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8 (3,
+        image_size, image_size), at the fps or frame_stride of clips. Each comes with a rate in frames per second, None
+        for an image: `fps` if that is set; the rate in the headers over frame_stride, as long as all time stamps so far
+        are within half a frame of it; else the mean rate so far. With `multiple`, (3, height, width) in the aspect
+        ratio of the file, see `FrameConverter`. Raises what `load` raises."""
         if ref.name.lower().endswith(IMAGE_ENDINGS):
             yield decode_image(ref, self.image_size, 3, multiple=multiple), None
             return
@@ -237,8 +237,8 @@ class Video:
         self.ticks_per_second = base.denominator / base.numerator
         self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _DEFAULT_RATE)
         self.start = float(self._stream.start_time or 0)
-        # As in players, requested times are counted from the start of the file, without the sound that an encoder
-        # writes before 0, which is not played. If the first picture is less than a frame late, they count from it.
+        # As in players, time 0 of a request is the start of the file, but not before its 0, where encoders write sound
+        # that is not played. If the first picture begins less than a frame later, time 0 is that of the picture.
         begin = self.start if container.start_time is None else self._ticks(container.start_time)
         begin = max(begin, min(0.0, self.start))
         self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start

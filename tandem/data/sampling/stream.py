@@ -41,8 +41,8 @@ class _Stream(Loader):
     """The batches of the requests, in their order.
 
     A sample that cannot be read is replaced by the next readable one in the order ("replace"), or stops the run with
-    ValueError ("error"). "accept" decodes truncated images as far as Pillow can, and replaces other bad samples. Raises
-    ValueError if none of min(n, 100) successive samples can be read.
+    `UserCodeError`, a ValueError ("error"). "accept" decodes truncated images as far as Pillow can, and replaces other
+    bad samples. Raises `UserCodeError` if none of min(n, 100) successive samples can be read.
 
     Yields the entries of the samples (`collate_entries`); "positions", those of the samples in the global batch; "ids",
     the dataset indices of the loaded samples; "bad", the samples that could not be read; and "partial", if there are
@@ -163,7 +163,7 @@ class _BatchLoader:
             except (OSError, ValueError) as error:
                 details = self.samples.describe(index), error_text(error), isinstance(error, SampleIncomplete)
                 failure = BadSample(index, *details, traceback=getattr(error, "traceback", ""))
-                is_bad = not isinstance(error, SampleSkipped)
+                is_bad = not isinstance(error, SampleSkipped)  # an incomplete one is reported, but stops no run
             if is_bad or failure.is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":

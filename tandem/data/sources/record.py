@@ -17,8 +17,8 @@ MOST_EXAMPLES = 100
 
 
 class FieldSpec(NamedTuple):
-    """What a field reads from the records of a source. Every file, member or row with content of a script's first
-    `FieldSpec` is a sample; content of the other ones is found beside it.
+    """What a field reads from the records of a source. A script has a list of them: every file, member of a tar or row
+    with content for the first one is a sample, and content for the others is found beside it.
 
     Args:
         name: The key in a record.
@@ -29,8 +29,8 @@ class FieldSpec(NamedTuple):
             dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
         as_cells: For texts: a record holds the row's cells of all these columns, by column. Otherwise it holds the
-            content of the first existing column, a file or an array of numbers, and the index stores the sizes of files
-            beside samples.
+            content of the first existing column, a file or an array of numbers, and the source's index stores the size
+            of each file, for `examples`.
         further: Further endings; in a tar, only where no file of `endings` has the same name.
     """
 
@@ -123,8 +123,8 @@ class RecordSource(Protocol):
         ...
 
     def examples(self, name: str) -> Sequence[int]:
-        """The indices of at most `MOST_EXAMPLES` records with content of this name; for arrays those with the largest
-        files, the largest first, if the sizes are known. Empty if there are none."""
+        """The indices of at most `MOST_EXAMPLES` records with content of this name; of a field that is not `as_cells`
+        those with the largest files, the largest first, if the sizes are known. Empty if there are none."""
         ...
 
 

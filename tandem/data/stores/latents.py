@@ -4,8 +4,9 @@
                                          mirrored left to right; "labels" int64 (n,): LightningDiT's names
     latents/index.jsonl                  {"path": "cats/1.jpg", "shard": 0, "row": 0, "label": 0}, a line per image
     latents/index.json                   settings, shards and unreadable files; see shards.py
-    latents/features/00000-00000.npy     with --format npy: fast-DiT's layout. SHARD-ROW.npy; SHARD-ROW-flip.npy of a
-    latents/labels/00000-00000.npy       mirrored image. A latent is fp32 (1, d, h, w), a label int64 (1,)
+    latents/features/00000-00000.npy     with --format npy, fast-DiT's layout: SHARD-ROW.npy, a latent, fp32
+                                         (1, d, h, w), and SHARD-ROW-flip.npy, that of the mirrored image
+    latents/labels/00000-00000.npy       SHARD-ROW.npy, and SHARD-ROW-flip.npy: the label, int64 (1,)
 
 Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations. They
 are the encoder's, or, if index.json has "scaled", (latent - shift_factor) * scaling_factor, with the two numbers in its

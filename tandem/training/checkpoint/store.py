@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
 
-# Writes further files of a checkpoint: (step, tensors by part and name, JSON values by part).
+# Writes files beside a checkpoint, such as snapshots: (step, tensors by part and name, JSON values by part).
 WriteExtra = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
 
 
@@ -192,10 +192,10 @@ class Checkpoints:
         """Set the parts to the states that were loaded from a checkpoint. Collective.
 
         Raises:
-            ValueError: one line, if a state is not what its part wrote; on all processes.
+            UserMistake: one line, if a state is not what its part wrote.
         """
         for name, state in states.items():
-            # One context for each part: collectives inside are allowed only before what may fail.
+            # A context for each part: if one rank failed, others would wait for it in a collective of the next part.
             with self._processes.raise_on_all_ranks(), explain_errors(path, name):
                 parts[name].load_state_dict(state)
 

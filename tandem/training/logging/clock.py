@@ -149,9 +149,9 @@ class Clock:
 
     def check_limits(self, updates: int) -> tuple[bool, bool, int]:
         """Whether a checkpoint is due by its age, whether the time of the run is over, and after how many updates to
-        call this again: those of half the time until the next save or the end. An update is assumed to take the longest
-        time after the first one, or the mean of all `updates` of this start if that is longer, because the first one
-        compiled the model."""
+        call this again: as many as fit into half of the time until the next save or the end. An update is assumed to
+        take as long as the longest one but the first, which compiles the model, or the mean of all `updates` of this
+        start, whichever is longer."""
         checked_at = time.monotonic()
         until_save, until_end = self._save_seconds - (checked_at - self._saved_at), self.max_run_seconds - self.seconds
         per_update = max(self._longest_step, (checked_at - self._begin_time) / updates, 1e-3)

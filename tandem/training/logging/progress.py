@@ -79,8 +79,8 @@ class Progress:
         self.samples += self.batch_size
 
     def due(self, every_n_steps: int, *, ahead: int = 0) -> bool:
-        """Whether something that happens every n updates (0: only at the end) happens after the newest update, or after
-        the update that is `ahead` by so many."""
+        """Whether something that happens every n updates (0: only at the end) happens after update `step + ahead`,
+        where `step` is the newest; ahead=1: after the one that is being made."""
         step = self.step + ahead
         return step >= self.last_step or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
 
@@ -116,8 +116,8 @@ class Progress:
         self.samples = samples
         seconds = state.get("seconds")
         self.seconds = float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else 0.0
-        # Checkpoints of earlier versions lack "finished". They have an "unfinished_line", even if it is empty, if the
-        # evaluation of their update was still to come, as in the last checkpoint of a run.
+        # Checkpoints of earlier versions lack "finished". They have an "unfinished_line", perhaps an empty one, if the
+        # evaluation of their update had not run yet, as in the last checkpoint of a run: the next start makes it.
         self.unlogged_line = dict(state.get("unfinished_line") or {})
         self.was_finished = bool(state.get("finished")) or state.get("unfinished_line") is not None
 

@@ -36,12 +36,12 @@ class RunFolder:
     """The folder `output_dir` and its files, which the root reads and writes.
 
     Args:
-        fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over. Without effect if a
-            torchrun that started these processes has already started the run in the folder: torchrun also restarts its
-            processes when a machine joins, which it does not count as a restart.
+        fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over. Without effect on a
+            run that was begun under the same torchrun: it starts its processes again when a machine joins, and does not
+            count that as a restart.
 
     Raises:
-        ValueError: one line, if the folder cannot be created or written, or another process uses it.
+        UserMistake: one line, if the folder cannot be created or written, or another process uses it.
     """
 
     def __init__(self, output_dir: str | Path, processes: ProcessGroup, *, fresh: bool = False) -> None:
@@ -57,7 +57,7 @@ class RunFolder:
         #: The number of updates of the model in model/; None if model/ is not complete.
         self.finished_step: int | None
         folder_state = None
-        with processes.raise_on_all_ranks():  # the root may wait for a lock
+        with processes.raise_on_all_ranks():  # here the others wait for the root, which may wait for a lock
             if processes.is_root:
                 with self._one_line_errors():
                     folder_state = self._open(fresh)
@@ -108,8 +108,9 @@ class RunFolder:
             )
 
     def begin(self, config: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Write config.yaml, with every resolved argument as `--config` reads it, and add a line to starts.jsonl:
-        `starts.environment` and `details` (JSON), such as script, backend and processes. On the root.
+        """Write config.yaml, with every resolved argument as `--config` reads it, and add a line to starts.jsonl: what
+        `environment` of starts.py returns, and `details` (JSON values), such as script, backend and processes. On the
+        root.
 
         Returns:
             The settings that differ from those of the previous start: by name, the old and the new value. Empty if
