@@ -54,7 +54,7 @@ def read_flags(
         if name not in flags:
             file_keys = [str(node.value).replace("-", "_") for node, _ in nodes]
             suggestion = hint(name, list(flags), file_keys)
-            if isinstance(value_node, yaml.MappingNode) and not suggestion.startswith(":"):  # no certain advice
+            if isinstance(value_node, yaml.MappingNode) and not suggestion.startswith(":"):  # at most a guess
                 suggestion = f": its value is a mapping, and no flag takes one; {_CONVERSION_ADVICE}"
             raise ValueError(f"{position}: unknown key {key!r}{suggestion}")
         action = flags[name]

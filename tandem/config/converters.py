@@ -128,7 +128,7 @@ class Joined(Generic[T]):
 
 
 class Names:
-    """Converter of "none" or a comma list of `known` names, in any case, to a sorted tuple without duplicates."""
+    """Converter of "none" or a comma list of `known` names, upper or lower case, to a sorted tuple of unique names."""
 
     metavar = "NAME,..."
 
@@ -168,7 +168,7 @@ step_range = Joined("FIRST:LAST", ":", _from_1, count=2, is_ascending=True)
 
 
 def number_or(word: str) -> Converter:
-    """Converter for a number >= 0, or `word` in any case."""
+    """Converter for a number >= 0, or `word` in upper or lower case."""
 
     def convert(text: str) -> float | str:
         expected = f"{word}, or a number, 0 or more"

@@ -65,9 +65,10 @@ class DatasetFlags:
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         """Make --dataset and `data_flag` mutually exclusive; the command line takes precedence over a config file."""
         name, on_command_line = cls.data_flag, args.on_command_line
-        # A data flag on the command line wins over --dataset in a config file even if it gives the default.
-        unset = None if name in on_command_line and "dataset" not in on_command_line else parser.get_default(name)
-        parser.choose_one(args, dataset=None, **{name: unset})
+        # A data flag on the command line wins over --dataset in a config file even if it gives the default: no value of
+        # it then counts as off.
+        off_value = None if name in on_command_line and "dataset" not in on_command_line else parser.get_default(name)
+        parser.choose_one(args, dataset=None, **{name: off_value})
         if args.shuffle == "shards" and hasattr(args, "split_by"):
             if "split_by" in args.explicit and args.split_by == "sample":
                 parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")

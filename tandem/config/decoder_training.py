@@ -85,8 +85,8 @@ class DecoderFlags:
     )
     random_crop_sizes: list[int] = per_unet(
         [0],
-        "train the upsampling Unets on random crops of this side; 0: on whole pictures; in a list of all Unets, the "
-        "first value is 0",
+        "train the upsampling Unets on random crops of this side; 0: on whole pictures; a list with a value for each "
+        "Unet begins with 0",
         pixels_or_0,
         first=0,
     )
@@ -103,7 +103,7 @@ class DecoderFlags:
     p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, requires=when("loss_weight", "p2"))
     vb_loss_weight: float = flag(
         0.001,
-        "weight of the variational bound that trains a learned variance, as a sum over all levels",
+        "weight of the variational bound, the sum of its terms of all noise levels, that trains a learned variance",
         non_negative_float,
         requires=when("learned_variance", 1),
     )
@@ -149,6 +149,7 @@ class DecoderFlags:
             parser.error("--logit_normal: the standard deviation has to be above 0")
         if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
             parser.error("--blur_sigma: give one width, or the least and the greatest")
+        # The first Unet alone has the conditions.
         kinds = [kind for kind in args.condition_on if not getattr(args, f"{kind}_cond_drop_prob")]
         if args.cond_scale[0] != 1 and kinds:
             parser.error(

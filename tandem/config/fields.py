@@ -166,7 +166,7 @@ def _compose(convert_value: Callable[[Any], Any], convert: Callable[[str], Any])
 
 @dataclass(frozen=True)
 class Invocation:
-    """How a script was started, besides the values of its flags."""
+    """How a script was started: its settings, which of them were given, and by which names."""
 
     script: str = ""
     """The script's file name."""
@@ -221,7 +221,7 @@ class ModelConfig:
 
     @classmethod
     def without_effect_on_weights(cls) -> frozenset[str]:
-        """Names of fields that have no effect on the weights."""
+        """Names of fields that may differ from those of a model whose weights are loaded."""
         return frozenset(name for name, spec in specs_of(cls).items() if not spec.is_architecture)
 
     def to_dict(self) -> dict[str, Any]:

@@ -66,6 +66,6 @@ def batch_arithmetic(config: Any, world_size: int) -> str | None:
     return (
         f"--{name} {steps}: an update trains on {counted(batch, 'sample')} in all, over "
         f"{counted(world_size, 'process')} and {counted(steps, 'micro-batch')}; "
-        f"where --{name} comes from, a batch size of {batch} is that of a micro-batch of one process, for which "
-        f"--batch_size is {batch} x {steps} x {world_size} = {batch * steps * world_size} here"
+        f"in the trainer that has --{name}, a batch size of {batch} counts a micro-batch of one process: here that is "
+        f"--batch_size {batch * steps * world_size} ({batch} x {steps} x {world_size})"
     )

@@ -112,8 +112,8 @@ class QuantizerConfig(ModelConfig):
     )
     vq_gradient: str = flag(
         "straight_through",
-        "gradient of the vectors (vq): that of their codebook entries, or that gradient rotated and scaled as from "
-        "entry to vector (the rotation trick)",
+        "gradient of a vector (vq): straight_through: that of its codebook entry, unchanged; rotation: that gradient, "
+        "rotated and scaled by the map from the entry to the vector (the rotation trick)",
         choices=("straight_through", "rotation"),
         requires=when("quantizer", "vq"),
     )

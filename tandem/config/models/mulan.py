@@ -67,7 +67,7 @@ class MuLaNConfig(RecomputingConfig):
     )
     n_fft: int = flag(
         1024,
-        "length of the Fourier transform's window",
+        "length of the Fourier transform",
         size,
         metavar="SAMPLES",
         architecture=True,
@@ -77,7 +77,7 @@ class MuLaNConfig(RecomputingConfig):
     )
     win_length: int | None = flag(
         None,
-        "length of the window, in the middle of the Fourier transform's (default: --n_fft)",
+        "length of the Hann window, with zeros on both sides up to --n_fft (default: --n_fft)",
         size,
         metavar="SAMPLES",
         architecture=True,
@@ -185,8 +185,9 @@ class MuLaNConfig(RecomputingConfig):
     )
     init_logit_scale: float = flag(
         math.log(10.0),
-        "natural logarithm of the factor on the cosines (the inverse temperature; `temperature` in metrics) at the "
-        "start; it is learned, and the factor is at most 100 (default: ln 10, that is %(default).4g)",
+        "natural logarithm of the factor on the cosines at the start (the inverse of the papers' temperature; metrics "
+        "call the factor itself `temperature`); it is learned, and the factor is at most 100 (default: ln 10, that is "
+        "%(default).4g)",
         any_float,
         title="loss",
     )
@@ -197,6 +198,7 @@ class MuLaNConfig(RecomputingConfig):
         requires=when("loss", "sigmoid"),
     )
     vocab_size: int = 49408
+    # Configurations; the flags of the same names are paths.
     text_tower: Any = None
     audio_tower: Any = None
 

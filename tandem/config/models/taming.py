@@ -12,7 +12,8 @@ from tandem.config.converters import any_float, non_negative_float, positive_flo
 from tandem.config.fields import ModelConfig, flag, given, when
 
 TAMING, KL = "taming", "kl"
-SCALE_IS_MEASURED = "scale_is_measured"  # key in config.json: the scale follows from averages among the weights
+# Key in config.json: the scale is computed from statistics of latents that are saved with the weights.
+SCALE_IS_MEASURED = "scale_is_measured"
 _IS_TAMING = when("body", TAMING)
 _LARGEST_SCALE = 1e6
 

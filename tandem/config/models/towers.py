@@ -15,7 +15,8 @@ TEXT_KINDS = {
 }  # fmt: skip
 AUDIO_KINDS = {"audio-spectrogram-transformer": "ASTModel"}
 
-# Fields of a tower's configuration beside its model_type, by transformers' names. Sizes are at least 1.
+# Fields of transformers' configuration of a tower beside model_type; ours of an audio tower has a mean and a std, too.
+# Sizes are at least 1.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _TEXT_SIZES = (*_SIZES, "vocab_size", "max_position_embeddings")
 _AUDIO_SIZES = (*_SIZES, "num_mel_bins", "max_length", "patch_size", "frequency_stride", "time_stride")
@@ -44,11 +45,12 @@ def first_position(config: Mapping[str, Any]) -> int:
 
 
 def check_tower(name: str, config: Any, kinds: Mapping[str, str]) -> None:
-    """Raise ValueError, in one line with this name, unless this is the configuration of a tower of these kinds."""
+    """Raise ValueError, in one line, unless this is the configuration of a tower of these kinds. ``name`` is what holds
+    it."""
     if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
         raise ValueError(f"{name} {str(config)[:80]!r} is no configuration of a tower of the kind {' or '.join(kinds)}")
-    for name in _AUDIO_SIZES if kinds is AUDIO_KINDS else _TEXT_SIZES:
-        check_whole(f"a tower's {name}", config.get(name))
+    for size in _AUDIO_SIZES if kinds is AUDIO_KINDS else _TEXT_SIZES:
+        check_whole(f"a tower's {size}", config.get(size))
     if config["hidden_size"] % config["num_attention_heads"]:
         raise ValueError(
             f"a tower of {config['hidden_size']} channels cannot have {config['num_attention_heads']} heads"
