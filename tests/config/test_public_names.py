@@ -85,7 +85,7 @@ def test_only_the_public_number_of_updates_outlasts_the_epochs() -> None:
 
 def test_a_run_says_it_at_its_start_and_a_batch_that_does_not_divide_is_told_the_product(tmp_path: Path) -> None:
     said = VQGAN.output_of(tmp_path, "--grad_accum_every", "2", "--num_train_steps", "1")
-    assert "8 samples" in said and "2 micro-batches" in said and "= 16 here" in said
+    assert "8 samples" in said and "2 micro-batches" in said and "--batch_size 16 (8 x 2 x 1)" in said
     line = VQGAN.refused(tmp_path / "2", "--batch_size", "4", "--grad_accum_every", "8")
     assert " 32 " in line and "micro-batches of 4" in line
 
