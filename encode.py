@@ -329,6 +329,7 @@ class VideoCoder:
         check_side("--image_size", side, model.pixels_per_code)
         longest = MAX_ASPECT_RATIO * side if args.keep_aspect else side
         require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
+        # num_frames is the length of the films of demo:moving; `read_frames` reads whole videos.
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._rates)
         clips: Any = videos.fields[0]
         multiple = model.pixels_per_code if args.keep_aspect else None

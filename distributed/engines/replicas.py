@@ -36,8 +36,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     last_row = F.pad(bits[full_rows.numel() :], (0, _ROW_LENGTH - bits.numel() % _ROW_LENGTH))
     # Sums over rows and over columns, each weighted by its index: few numbers, exact modulo 2^64, two passes. A
     # number's weight is (2 row + 1) + 2^22 (2 column + 1), a different one for each of 2^31 places. Weights are
-    # odd, so a changed number changes the checksum. Two numbers that swap places change it by the difference of their
-    # weights, no multiple of 2^33, times their own, below 2^32: no multiple of 2^64.
+    # odd, so a changed number changes the checksum. Two numbers that swap places change it by (difference of the
+    # weights, no multiple of 2^33) x (difference of the numbers, below 2^32), which is no multiple of 2^64.
     rows = torch.cat([full_rows.sum(1, dtype=torch.int64), last_row.sum(dtype=torch.int64)[None]])
     columns = full_rows.sum(0, dtype=torch.int64) + last_row
     return _weighted_sum(rows) + 2 * _MAX_ROWS * _weighted_sum(columns)

@@ -70,13 +70,13 @@ class DecoderFlags:
     )
     fid_weights: str | None = flag(
         None,
-        "report FID, KID and inception score by these weights: a file, or published, which fetches them",
+        "report FID, KID and inception score by these weights: a file, or the word published, which downloads them",
         FILE,
         requires=above_0("n_evaluation_samples"),
     )
     lpips_weights: str | None = flag(
         None,
-        "report LPIPS by these weights: a file, a folder, or published, which fetches them",
+        "report LPIPS by these weights: a file, a folder, or the word published, which downloads them",
         FILE,
         requires=above_0("n_evaluation_samples"),
     )
@@ -103,7 +103,7 @@ class DecoderFlags:
     p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, requires=when("loss_weight", "p2"))
     vb_loss_weight: float = flag(
         0.001,
-        "weight of the variational bound, the sum of its terms of all noise levels, that trains a learned variance",
+        "weight of the loss that trains a learned variance: the variational bound, summed over the noise levels",
         non_negative_float,
         requires=when("learned_variance", 1),
     )

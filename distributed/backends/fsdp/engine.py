@@ -134,7 +134,8 @@ class FSDPEngine(ReplicatedEngine):
         return {name: parameters[name] for name, _ in self.module.named_parameters()}
 
     def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Not `module.forward`, because FSDP's hooks, which gather the weights, run only in a call.
+        # In fp32, although FSDP's hooks may cast the weights: then they are gathered here, and cast back. Otherwise the
+        # module is called, not its `forward`, because the hooks that gather the weights run only in a call.
         eager = torch.compiler.set_stance("force_eager") if self._options.compile else nullcontext()
         with eager:
             if not self._are_weights_cast:
@@ -157,7 +158,7 @@ class FSDPEngine(ReplicatedEngine):
     def _reduce_late_gradients(self) -> None:
         """Let FSDP sum the gradients that it has missed: those that were computed after their block was summed, and
         those of a backward pass that passes through no output of the model, as that of a gradient penalty may do."""
-        # FSDP accepts its last callback only during a backward pass, so here is one of nothing.
+        # FSDP accepts its last callback only during a backward pass, so this runs an empty one.
         end_backward = getattr(cast(FSDPModule, self.module)._get_fsdp_state(), _END_BACKWARD)
         trigger = torch.zeros((), requires_grad=True) * 1
         trigger.register_hook(lambda _: end_backward())
@@ -184,7 +185,7 @@ class FSDPEngine(ReplicatedEngine):
         return self._gradients(), self._norm()
 
     def _gradients(self) -> list[Tensor]:
-        # Offloaded gradients come first: the divisor is moved to the device of the first one.
+        # Offloaded gradients come first: `ReplicatedEngine` divides all by one tensor on the device of the first one.
         ordered = sorted(self._names, key=lambda local: self._names[local] not in self._sharded_parameters)
         return [local.grad for local in ordered if local.grad is not None]
 
@@ -312,7 +313,7 @@ def _fix_batch_stride(x: Tensor) -> Tensor:
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that a model repeats, by name: modules in a list or a sequence (``nn.ModuleList``, ``nn.Sequential``)
-    that are called, and whose class occurs there several times. No block lies in another one."""
+    with a forward pass and submodules, whose class occurs there several times. No block lies in another one."""
     candidates = {
         name: block
         for name, block in model.named_modules()
@@ -323,12 +324,12 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
     for name, block in candidates.items():  # outer modules come before those inside them
         is_inside = any(name.startswith(f"{outer}.") for outer in blocks)
-        if not is_inside and repeats[type(block)] > 1 and _is_called(block) and _size(block) > threshold:
+        if not is_inside and repeats[type(block)] > 1 and _can_be_block(block) and _size(block) > threshold:
             blocks[name] = block
     return blocks
 
 
-def _is_called(module: nn.Module) -> bool:
+def _can_be_block(module: nn.Module) -> bool:
     """Whether a module has a forward pass and submodules. A ModuleList has no forward pass. A single layer is no block:
     models read the dtype of its weights before they call it."""
     return type(module).forward is not nn.Module.forward and any(True for _ in module.children())

@@ -10,8 +10,8 @@ import unicodedata
 from typing import Any, BinaryIO, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# User and password of a URL, up to the @. A password may hold a slash: then the @ comes after the first slash, and what
-# follows the colon is no port.
+# User and password of a URL, up to the @. The second alternative is for a password with a slash, user:pa/ss@host; it
+# does not match digits and a slash after the colon, the port of a host whose path has an @.
 CREDENTIALS = re.compile(r"(?<=://)(?:[^/?#]*|[^/?#:]*:(?!\d+/).*)@")
 
 

@@ -43,6 +43,7 @@ class Unet(Pretrained):
 
         dim_in = CHANNELS * (1 + config.lowres_cond) + 2 * config.coordinates
         self.init_conv = nn.Conv2d(dim_in, dim, 7, padding=3) if config.plain_init_conv else CrossEmbed(dim_in, dim)
+        # The Identity keeps the numbers in public names, where the sinusoidal embedding is number 0.
         self.to_time_hiddens = nn.Sequential(nn.Identity(), nn.Linear(dim, hidden), nn.GELU())
         self.to_time_tokens = _make_token_projection(hidden, TIME_TOKENS, cond_dim)
         self.to_time_cond = nn.Sequential(nn.Linear(hidden, hidden))
@@ -217,7 +218,7 @@ class Down(nn.Module):
         self.after = nn.Conv2d(dim, wide, 1) if halves_first or is_last else _make_halving(dim, wide)
 
     def forward(self, x: Tensor, t: Tensor, tokens: Tensor, recompute: bool) -> tuple[Tensor, list[Tensor]]:
-        """The level's output, and the maps after each block and after the attention, for the way up."""
+        """The level's output, and the maps after each of `blocks` and after the attention, for the way up."""
         t, tokens = t.view_as(t), tokens.view_as(tokens)  # see `ResnetBlock`
         x = recompute_in_backward(self.first, self.before(x), t, when=recompute)
         skips = []
@@ -492,7 +493,7 @@ def _as_map(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # On CPUs the fused kernel takes 2 to 4 times as long as the formula for few keys in bf16, most of it backwards.
+    # On CPUs the fused kernel takes 2 to 4 times as long as the formula for few keys in bf16, most of it in backward.
     is_slow = q.device.type == "cpu" and v.dtype == torch.bfloat16 and k.shape[-2] < _FEW_KEYS
     with sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext():
         return F.scaled_dot_product_attention(q, k, v)

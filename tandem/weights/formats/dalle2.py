@@ -27,7 +27,7 @@ from tandem.models.diffusion.unet import IMAGE_TOKENS
 from .dalle2_config import decoder_config, decoder_part, public_config, unsupported_options
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
-_RELATIVE_TOLERANCE = 1e-3  # of alpha^2
+_RELATIVE_TOLERANCE = 1e-3  # of alphas_cumprod, alpha^2 here
 
 _UNET_KEY = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
 _SCHEDULE_KEY = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
@@ -38,7 +38,7 @@ _PARTS = {
     "ups": ("first", "blocks", "attention", "after"),
 }
 _SELF_ATTENTION = re.compile(r"((?:downs|ups)\.\d+\.attention|mid_attn)\.")
-# In public models these weights include the factor image_embed_scale.
+# In public models these weights include our factor image_embed_scale, which is 1 in a model read from such a file.
 _SCALED_WEIGHTS = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
 
 
@@ -145,8 +145,8 @@ def read_public_decoder(path: Path, weights: str) -> tuple[dict[str, Any], dict[
             ("best").
 
     Raises:
-        ValueError, or another of `READ_ERRORS`, or RuntimeError: the file is missing, damaged, hostile, or of a model
-            that no `Decoder` equals.
+        ValueError, or another of `READ_ERRORS` of tandem/io/reading.py, or RuntimeError: the file is missing, damaged,
+            hostile, or of a model that no `Decoder` equals.
     """
     content = read_content(path)
     if not isinstance(content, dict):

@@ -212,7 +212,7 @@ class RMSNorm(nn.Module):
 class SqueezeExcite(nn.Module):
     """Channels of each frame times a gate in (0, 2) (Hu et al. 2018, "Squeeze-and-excitation networks"), computed from
     an attention-weighted mean over the frame (Cao et al. 2020, "Global context networks"). The gate is twice a sigmoid,
-    so that it starts as 1; a saturated sigmoid has almost no gradient."""
+    so that it starts as 1: a plain one could start there only saturated, with almost no gradient."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
