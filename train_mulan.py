@@ -173,6 +173,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = training.make_ema(engine, config.ema_decay, config.ema_power)
+    # With --batch_parts each process computes the loss of the whole batch: the same bits on any number of processes.
     contrastive = training.Contrastive(
         config.loss, processes, mask_duplicates=config.duplicates == "masked",
         is_replicated=backend.options.plan.batch_parts > 0,

@@ -70,8 +70,8 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
 
 def live_weights(module: nn.Module) -> dict[str, Any]:
     """Weights and persistent buffers by name, not copied. In the place of one that is not trained stands a function
-    that returns it. The caller copies its result immediately, and not in a thread, because the next forward pass may
-    change it (running statistics, codebooks)."""
+    that returns it, as a sign that the caller has to copy it immediately, and not in a thread: the next forward pass
+    may change it (running statistics, codebooks)."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {name: tensor.detach() if name in trained else tensor.detach for name, tensor in module.state_dict().items()}
 

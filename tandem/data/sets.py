@@ -46,7 +46,7 @@ def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: 
     path, see `open_source`. None stands for the demonstration of this `kind`. No sample is opened.
 
     Args:
-        field_specs: What the fields read; each file or row with content of the first one is a sample.
+        field_specs: What the fields read; each file or row with content for field_specs[0] is a sample.
         kind: The kind of demonstration, see `DemoSource`.
         tar_range: The selection of tars, see `open_source`.
 
@@ -197,7 +197,7 @@ def open_conditioned(
             read.
         rows: Files of rows of embeddings, see `embedding_rows`.
         longest_text: The most tokens that the model takes.
-        flip: Mirror half of the augmented images; not allowed with captions or stored embeddings.
+        flip: Mirror half of the images that are trained on; not allowed with captions or stored embeddings.
 
     Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
     """

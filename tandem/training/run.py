@@ -128,6 +128,7 @@ class Run:
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         # Without a validation split, the histograms of codes are of training batches.
         histogram_interval = None if len(feed.valid_set) else config.validate_every_n_steps
+        # A compiled backward pass does not show which operations it recomputes, so they cannot be left out.
         hides_recomputation = config.compile and getattr(config, "gradient_checkpointing", False)
         self.operations = Operations(is_compiled=config.compile, hides_recomputation=hides_recomputation)
         self._metrics = Metrics(

@@ -113,7 +113,7 @@ class QuantizerConfig(ModelConfig):
     vq_gradient: str = flag(
         "straight_through",
         "gradient of a vector (vq): straight_through: that of its codebook entry, unchanged; rotation: that gradient, "
-        "rotated and scaled by the map from the entry to the vector (the rotation trick)",
+        "turned as the entry is turned onto the vector, times |entry| / |vector| (the rotation trick)",
         choices=("straight_through", "rotation"),
         requires=when("quantizer", "vq"),
     )

@@ -72,15 +72,16 @@ class Clip(nn.Module):
 
         Args:
             name: A model of open_clip, such as "ViT-L-14-quickgelu" (OpenAI's weights need "quickgelu"), whose images
-                are normalised as OpenAI's; or the path of an open_clip_config.json, which may normalise differently.
+                are normalised as open_clip says of its published weights, else as OpenAI's; or the path of an
+                open_clip_config.json, which may normalise differently.
             weights: A .safetensors file or a plain state dict (.pt, .pth, .bin); or open_clip's name of published
                 weights, such as "laion2b_s32b_b82k" (None: "openai"), which are fetched from the Hugging Face Hub
                 unless its cache holds them.
             heartbeat: Called repeatedly while the weights are fetched and read.
 
         Raises:
-            ValueError: one line, if open_clip is missing or cannot be imported, the model is unknown or has no tokens,
-                or the weights are missing, damaged, hostile or of another model.
+            ValueError: one line, if open_clip is missing or cannot be imported, the model is unknown or gives no
+                encodings of CLIP's own tokens, or the weights are missing, damaged, hostile or of another model.
         """
         open_clip = _open_clip()
         config, preprocessing = _read_configuration(name)

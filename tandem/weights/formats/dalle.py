@@ -27,10 +27,10 @@ def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
 
 def read_dalle(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and weights of a vae.pt or vae-final.pt of any release. The weights are mapped from the file and
-    take memory only when used.
+    take memory only when used. `weights`: the value of --weights, which has no effect on such a file.
 
     Raises:
-        ValueError: one line, if the file is missing, damaged, hostile or no vae.pt.
+        ValueError: one line, if `weights` is not the default, or the file is missing, damaged, hostile or no vae.pt.
     """
     refuse_weights_flag(path, weights)
     content = read_content(path)

@@ -41,7 +41,8 @@ _MAX_WINDOW = 1 << 16
 
 
 def musiclm_assumptions(config: Mapping[str, Any]) -> str:
-    """A text about the values that such a file lacks, from the model's arguments or `config`."""
+    """A text about the values that such a file lacks. `config`: arguments that were inferred from a file, or those of a
+    `MuLaN`."""
     values = {"sample_rate": 16000, **config}  # arguments that were inferred from a file have no sample rate
     text = ", ".join(f"{name} {values[name]}" for name in ("n_fft", "hop_length", "sample_rate", "clip_seconds"))
     return f"{text}, because the file does not hold them"
@@ -219,7 +220,7 @@ def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "clip_seconds": _clip_seconds(n_fft, window // 2, side, heads),
         "audio_dim": audio_dim, "audio_depth": depths["audio"],
         "text_dim": text_dim, "text_depth": depths["text"],
-        "heads": heads, "dim_head": dim_head, "text_dim_head": text_dim_head,
+        "heads": heads, "dim_head": dim_head, "text_dim_head": text_dim_head,  # audio_heads is heads by default
         "text_heads": text_width // max(1, text_dim_head),
         # inner = floor(2/3 ff_mult dim): the smallest such ff_mult.
         "ff_mult": -(-3 * inner // max(1, 2 * audio_dim)), "vocab_size": vocab_size,
