@@ -105,7 +105,7 @@ def test_draws_differ_by_sample_and_seed_in_training_also_by_epoch_and_disturb_n
         ("mine_e", "x = (", "importing mine_e failed: SyntaxError: '(' was never closed (mine_e.py, line 1)"),
         ("mine_f", "make = 3", "the function failed: TypeError: 'int' object is not callable"),
         ("mine_g", "def mak(args):\n    pass", "mine_g.py has no function make"),
-        ("mine_z", "import sys\ndef make(args):\n    sys.exit('no')", "the function failed: SystemExit: no (mine_z.py"),
+        ("mine_z", "def make(args):\n    raise SystemExit('no')", "the function failed: SystemExit: no (mine_z.py"),
         ("mine_i", "def make(args):\n    return iter([1])", "has not both __len__ and __getitem__"),
         ("mine_l", "class make(list):\n    def __init__(self, args): ...\n    def __len__(self):\n        return 1 / 0",
          "len() of what the function returned failed: ZeroDivisionError: division by zero (mine_l.py, line 4)"),
