@@ -106,7 +106,8 @@ def use_one_thread() -> None:
 
 def skip_compiler_import() -> None:
     """Let optimizers make updates without importing torch._dynamo, the front end of torch.compile, which takes over a
-    second and 70 MiB in each process. They import it only to tell it what not to compile. Not for a run that compiles.
+    second and 70 MiB in each process. They import it only to tell it what not to compile. To be called before any
+    optimizer is made, and not for a run that compiles.
     """
     methods = Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict
     for function in (*methods, FlopCounter.__torch_dispatch__):

@@ -29,7 +29,6 @@ LONGEST = (
     "launch/test_moved",
     "launch/test_filling",
     "tests/test_every_script",
-    "torture",
     "launch",
 )
 

@@ -98,9 +98,9 @@ def _read_mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
 
 def _convert(node: yaml.Node, action: argparse.Action) -> Any:
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
-        if node.tag != _BOOL:
+        is_true = yaml.SafeLoader.bool_values.get(str(node.value).lower()) if node.tag == _BOOL else None
+        if is_true is None:
             raise ValueError(f"expected true or false, got {_describe(node)}")
-        is_true = yaml.SafeLoader.bool_values[node.value.lower()]
         if isinstance(action, argparse.BooleanOptionalAction):
             return is_true
         return action.const if is_true else action.default

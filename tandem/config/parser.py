@@ -260,7 +260,7 @@ class ArgumentParser(argparse.ArgumentParser):
         for name, value in flags.items():
             action = self._config_flags[name]
             try:
-                values[action.dest] = None if value is action.default is None else convert_value(value, action)
+                values[action.dest] = None if value is None and action.default is None else convert_value(value, action)
             except ValueError as error:
                 raise ValueError(f"{source} has {name} {repr(value)[:40]}: {error}") from None
         return values

@@ -3,6 +3,7 @@ advice about files without weights; and writing of a model's files (`replacing_m
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 import zipfile
@@ -191,5 +192,7 @@ def replacing_model_file(path: Path) -> Iterator[Path]:
 
 def save_pickled(content: Mapping[str, Any], path: Path) -> None:
     """Write a file of torch.save; it appears whole or not at all. Raises what `replacing_model_file` raises."""
+    pickled = io.BytesIO()  # torch.save to a disk that becomes full would hide the reason
+    torch.save(content, pickled)
     with replacing_model_file(path) as temporary, writing.create(temporary) as file:
-        torch.save(content, file)  # given a path, torch.save would hide the reason of a disk error
+        file.write(pickled.getbuffer())

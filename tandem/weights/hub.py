@@ -158,4 +158,5 @@ def _describe(error: Exception) -> str:
     if status is None:
         return f"no answer ({type(error).__name__}: {one_line(error)})"
     login = "; for a private or gated model, log in with `hf auth login`, or set HF_TOKEN"
-    return f"the Hub answers HTTP {status}: {error_text(error)}{login if status in (401, 403, 404) else ''}"
+    answer = one_line(ValueError(error_text(error)))  # cut off
+    return f"the Hub answers HTTP {status}: {answer}{login if status in (401, 403, 404) else ''}"

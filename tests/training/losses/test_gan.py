@@ -176,7 +176,7 @@ def test_in_parts_mean_gradients_and_averages_have_the_same_bits_with_two_three_
 ) -> None:
     """Means of fp32 numbers often lie half-way between two fp32 numbers, where one more rounding chooses the other."""
     start = models("fsq")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)  # with it, two of the means lie half-way
     batches = [torch.rand(6, 3, 16, 16, generator=generator) for _ in range(20)]
     mean_gradients: set[bytes] = set()
 
