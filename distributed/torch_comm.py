@@ -113,9 +113,9 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     Each process publishes a token, the address from which it reaches MASTER_ADDR and the id of its ``gpu``. The root
     answers each with its token and a digest of the list of all tokens, and repeats that with each new list. A process
     returns a digest only if it comes with its present token. So when all have returned the digest of the same list, no
-    token in it is of an earlier start. The bytes that a process sends and
-    receives do not grow with the number of processes. After ``REPORT_SECONDS`` the root prints which ranks are missing;
-    if the root is missing, one process of each machine prints that.
+    token in it is of an earlier start. The bytes that a process sends and receives do not grow with the number of
+    processes. After ``REPORT_SECONDS`` the root prints which ranks are missing; if the root is missing, one process of
+    each machine prints that.
 
     Raises:
         RuntimeError: after the timeout, in one line that names a missing process.

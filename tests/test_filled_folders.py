@@ -165,6 +165,19 @@ def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(script, whole, 
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
 
+def test_a_folder_that_is_moved_away_is_not_made_anew(script, model, source, tmp_path, on_write, capsys):
+    """The new one would lack the settings, so that no command could continue it."""
+    folder = tmp_path / "folder"
+
+    def move_folder(path: Path) -> None:
+        if path.name.endswith("-00001.safetensors"):
+            folder.rename(tmp_path / "moved")
+
+    on_write(move_folder)
+    said = script.refused(capsys, *script.flags(model, source, folder))
+    assert os.strerror(errno.ENOENT) in said and not folder.exists()
+
+
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, model, source, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as disk:
         failing(disk, 3, ("replace",))  # it has taken the settings and a shard

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
@@ -78,12 +77,13 @@ def live_weights(module: nn.Module) -> dict[str, Any]:
 
 def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a state, with copies on the CPU of its tensors and of the tensors that its functions return."""
-
-    def copy_leaf(leaf: Any) -> Any:
-        value = leaf() if callable(leaf) else leaf
-        return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-    copies: dict[str, Any] = tree_map(copy_leaf, state)
+    copies: dict[str, Any] = {}
+    for key, value in state.items():
+        leaf = value() if callable(value) else value
+        if isinstance(leaf, Mapping):
+            copies[key] = copy_to_cpu(leaf)
+        else:
+            copies[key] = leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
     return copies
 
 

@@ -220,6 +220,7 @@ def test_config_values_become_what_the_command_line_would_make_of_them(parser, c
         ("- batch_size", "mapping"),
         ("batch_size: [8", "YAML"),
         ("[" * 1_000, "YAML"),
+        ("compile: !!bool maybe", "compile: true false, 'maybe'"),
         ("seed: !!python/object/apply:os.system ['true']", "seed: list"),
     ],
 )

@@ -213,7 +213,15 @@ def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_when_a_file_of_torch_save_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "create", lambda path: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
+    """The disk takes a part of the file. If torch.save wrote to it, it would raise a RuntimeError about a position."""
+
+    class FullDisk(io.FileIO):
+        def write(self, content: Any) -> int:
+            if self.tell() + len(content) > 100:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(content)
+
+    monkeypatch.setattr(writing, "create", lambda path: FullDisk(path, "xb"))
     with pytest.raises(OSError, match=f"cannot write {tmp_path / 'model.pt'}: {os.strerror(errno.ENOSPC)}"):
         save_pickled(STATE, tmp_path / "model.pt")
     assert not any(tmp_path.iterdir())

@@ -82,10 +82,16 @@ class DeepSpeedBackend(DDPBackend):
 
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         os.environ.setdefault("DS_ACCELERATOR", accelerator.type if accelerator else "cpu")
-        if not self.options.compile:
-            # DeepSpeed compiles functions of Muon, which no script uses, when it wraps a model: half of the start.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         import deepspeed
+
+        # DeepSpeed imports this module when it wraps a model. Its decorators would import the compiler for functions of
+        # Muon, which no script calls. They read the variable, which is deleted again for --compile and user code.
+        is_set = "TORCHDYNAMO_DISABLE" in os.environ
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        import deepspeed.runtime.zero.muon.original_muon
+
+        if not is_set:
+            del os.environ["TORCHDYNAMO_DISABLE"]
 
         from . import engine  # noqa: F401  (imported now, so that an unsuitable version fails first)
 

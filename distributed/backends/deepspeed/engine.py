@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -68,6 +68,10 @@ ZERO_INTERNALS = {
 }  # fmt: skip
 ZERO_INTERNALS[2] = ZERO_INTERNALS[1]
 
+if TYPE_CHECKING:
+    from tandem.distributed.base import Options
+    from tandem.distributed.process_group import ProcessGroup
+
 
 class ZeroEngine(Engine):
     """Wraps one ``deepspeed.initialize``. ZeRO 0 replicates, 1 shards moments, 2 also gradients, 3 also weights."""
@@ -76,13 +80,14 @@ class ZeroEngine(Engine):
     """The configuration with DeepSpeed's defaults."""
 
     def __init__(
-        self, *args: Any, zero_stage: int, config: dict[str, Any], config_path: str | None, warmup_steps: int,
-        total_updates: int | None, **kwargs: Any,
+        self, processes: ProcessGroup, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        zero_stage: int, config: dict[str, Any], config_path: str | None, warmup_steps: int,
+        total_updates: int | None, name: str, max_grad_norm: float | None,
     ) -> None:  # fmt: skip
         self._stage, self.is_sharded = zero_stage, zero_stage == 3
         self._config, self._config_path = config, config_path
         self._warmup_steps, self._total_updates = warmup_steps, total_updates
-        super().__init__(*args, **kwargs)
+        super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         processes = self._processes

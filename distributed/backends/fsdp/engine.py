@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,10 @@ _SMALL_BLOCK_DIVISOR = 100  # blocks below 1/100 of the model are sharded togeth
 _LARGE_BLOCK_SIZE = 2**20  # ... unless they have this many weights
 _END_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
 
+if TYPE_CHECKING:
+    from tandem.distributed.base import Options
+    from tandem.distributed.process_group import ProcessGroup
+
 
 class FSDPEngine(ReplicatedEngine):
     """A process holds a shard of each weight, gradient and moment, and whole weights only while a block computes."""
@@ -49,10 +53,13 @@ class FSDPEngine(ReplicatedEngine):
     blocks: list[str]
     """Names of the blocks whose weights are gathered one block at a time."""
 
-    def __init__(self, *args: Any, offload: bool, reshard_after_forward: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, processes: ProcessGroup, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        offload: bool, reshard_after_forward: bool, name: str, max_grad_norm: float | None,
+    ) -> None:  # fmt: skip
         self._offload, self._reshard_after_forward = offload, reshard_after_forward
         self._is_kept_unsharded = False
-        super().__init__(*args, **kwargs)
+        super().__init__(processes, options, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         processes, options = self._processes, self._options

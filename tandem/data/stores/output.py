@@ -62,7 +62,7 @@ class OutputFolder:
     def write(self, name: str, content: bytes) -> None:
         """Write a file of the folder, or of one inside it, whole or not at all, even if the process is killed. Raises
         ValueError, in one line, if the file cannot be written."""
-        with create_file(self.path / name, with_parents=False) as file:  # not if the output folder itself is gone
+        with create_file(self.path / name, inside=self.path) as file:
             file.write(content)
 
     def rounds(self, shards: Sequence[int], verb: str) -> Iterator[int | None]:
@@ -124,11 +124,14 @@ class OutputFolder:
 
 
 @contextlib.contextmanager
-def create_file(path: Path, *, is_synced: bool = True, with_parents: bool = True) -> Iterator[BinaryIO]:
+def create_file(path: Path, *, inside: Path | None = None, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Context with a file, perhaps in a new folder, that is written whole or not at all, even if the process is killed.
-    An OSError becomes a ValueError, in one line."""
+    An OSError becomes a ValueError, in one line. The folder `inside` has to exist: without its settings, a new one
+    could not be continued."""
     try:
-        path.parent.mkdir(parents=with_parents, exist_ok=True)
+        if inside is not None:
+            inside.stat()
+        path.parent.mkdir(parents=True, exist_ok=True)
         with writing.replacing(path, is_synced=is_synced) as temporary, writing.create(temporary) as file:
             yield file
     except OSError as error:
