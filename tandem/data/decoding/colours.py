@@ -9,17 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageChops, ImageCms, TiffImagePlugin
-
-from tandem.io.reading import counted
+from PIL import Image, ImageChops, ImageCms
 
 # Tags of TIFF 6.0. SMinSampleValue and SMaxSampleValue state the range. MinSampleValue and MaxSampleValue are
 # statistics of the picture: of them only a maximum such as 4095 is used, which tells that samples have 12 bits.
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _MAX_SAMPLE_VALUE, _SAMPLE_FORMAT, _S_MIN, _S_MAX = 258, 262, 281, 339, 340, 341
 _WHITE_IS_ZERO, _SIGNED = 0, 2
-_SAMPLES_PER_PIXEL, _COMPRESSION = 277, 259
-_TYPES = {1: "integers", _SIGNED: "signed integers", 3: "floats"}  # of samples
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of a file; the last two are BigTIFF
 _MAXIMA_OF_FEWER_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
 _RANGE_TOLERANCE = 1e-3  # how far samples may exceed the range, as a share of it: an interpolation may overshoot
 # By raw mode of Pillow: a PNG states the transparent value in the bits of the file, but Pillow's pixels have eight.
@@ -49,27 +44,6 @@ def to_resizable_mode(image: Image.Image) -> Image.Image:
     if image.format == "BMP" and with_alpha.getchannel("A").getextrema() == (0, 0):
         return with_alpha.convert("RGB")  # Windows writes 0 for alpha, and programs show such a file as opaque
     return with_alpha
-
-
-def explain_unread_tiff(file: Any) -> str:
-    """Why Pillow cannot read a TIFF, in one line; "" for another file, or if its tags are damaged."""
-    file.seek(0)
-    header = file.read(16)
-    if not header.startswith(_TIFF):
-        return ""
-    try:
-        tags = TiffImagePlugin.ImageFileDirectory_v2(header if b"+" in header[:4] else header[:8])
-        file.seek(tags.next)
-        tags.load(file)
-        n, bits = tags.get(_SAMPLES_PER_PIXEL, 1), _first_number(tags.get(_BITS_PER_SAMPLE, 1))
-        type_name = _TYPES.get(_first_number(tags.get(_SAMPLE_FORMAT, 1)), "numbers of another type")
-        details = [f"{type_name} of {bits} bits"]
-        details += ["0 is white"] if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else []
-        details += [f"compression {number}"] if (number := tags.get(_COMPRESSION, 1)) != 1 else []
-    except Exception:  # damaged tags can raise anything
-        return ""
-    kind = f"a TIFF of {counted(n, 'sample')} per pixel ({', '.join(details)})"
-    return f"it is {kind}, which Pillow does not read: save it as grey or RGB of 8 or 16 bits without a sign"
 
 
 def to_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:

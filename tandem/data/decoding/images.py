@@ -7,7 +7,6 @@ import contextlib
 import functools
 import io
 import math
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, error_text, open_regular, wrong_kind_text
 
-from .colours import explain_unread_tiff, to_resizable_mode, to_srgb
+from .colours import to_resizable_mode, to_srgb
 
 # Pillow's formats that are read, and the endings by which their files are listed. The content decides the format, so
 # that a GIF called .png is read, too. Other formats are refused, because PostScript would start Ghostscript.
@@ -54,8 +53,6 @@ _TRANSPOSES = {
 WIDEST_RATIO = 4 / 3  # the widest region of a crop, as width over height; the tallest is its inverse
 _MAX_DRAWS = 10
 
-_JPEG_BEHIND_JPEG = b"\xff\xd9\xff\xd8\xff"  # the end of one JPEG and the start of another
-_PNG_END_BYTES = 24  # the last checksum, and the start of the next file
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _MAX_PNG_BYTES = 1 << 28  # of a PNG that is read again without its comments
@@ -147,7 +144,8 @@ def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -
         try:
             with _open_image(file) as image:
                 picture = decode_picture(image, image_size, channels, **options)
-                if _has_more_pictures(image, file):
+                # Pictures that phones put behind a JPEG (MPO) do not count.
+                if image.format != "MPO" and getattr(image, "is_animated", False):
                     report_partial_read("it holds several pictures, of which the first is read")
                 return picture
         except SampleIncomplete:
@@ -159,28 +157,6 @@ def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -
             with contextlib.suppress(ValueError), _open_image(stripped_file) as image:
                 return decode_picture(image, image_size, channels, **options)
             raise
-
-
-def _has_more_pictures(image: Image.Image, file: Any) -> bool:
-    """Whether other pictures follow the decoded one, as pages or frames, or because files were appended (`cat`).
-    Appended files are detected in PNG, in WebP, and in JPEG if more than the buffer that holds the picture's end
-    follows: to search the last buffer of every file would take 1.5% of the time. Pictures that phones put behind a JPEG
-    (MPO) do not count."""
-    with contextlib.suppress(Exception):  # a damaged table of pages
-        if image.format == "JPEG":
-            position = file.tell()
-            if position == file.seek(0, os.SEEK_END):  # the decoder reads up to the buffer in which the picture ends
-                return False
-            file.seek(max(0, position - _BUFFER_BYTES))
-            return _JPEG_BEHIND_JPEG in file.read(_BUFFER_BYTES + len(_JPEG_BEHIND_JPEG))
-        if image.format == "PNG" and _PNG_SIGNATURE in file.read(_PNG_END_BYTES):
-            return True
-        if image.format == "WEBP":
-            file.seek(4)
-            file.seek(int.from_bytes(file.read(4), "little"), os.SEEK_CUR)
-            return bool(image.is_animated or file.read(4) == b"RIFF")  # type: ignore[attr-defined]
-        return image.format != "MPO" and bool(getattr(image, "is_animated", False))
-    return False
 
 
 def _strip_png(file: Any) -> io.BytesIO | None:
@@ -204,7 +180,7 @@ def _open_image(file: Any) -> Image.Image:
         file.seek(0)
         beginning = file.read(LONGEST_BEGINNING)
         formats = ", ".join(name for name, endings in FORMATS.items() if endings)
-        reason = "the file is empty" if not beginning else wrong_kind_text(beginning) or explain_unread_tiff(file)
+        reason = "the file is empty" if not beginning else wrong_kind_text(beginning)
         unknown = f"the content is none of {formats}, or a variant that Pillow does not read"
         raise ValueError(reason or unknown) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...

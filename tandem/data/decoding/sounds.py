@@ -3,14 +3,15 @@
 In WAV, AIFF and FLAC files only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which
 reads about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. If the
 header of an MP3 file of variable bit rate does not state the length, libsndfile estimates it, and sound behind the
-estimate is never read. If a FLAC header does not state the length, as after writing to a pipe, the last frames give it.
-A truncated Ogg file is read without an error; a truncated file of another format raises an error if a part of the clip
-is missing. A file to which another one was appended is refused, if `appended` detects it.
+estimate is never read. A FLAC file whose header does not state the length, as after writing to a pipe, is decoded once
+to count its samples. A truncated Ogg file is read without an error; a truncated file of another format raises an error
+if a part of the clip is missing. A chained Ogg file is refused, because libsndfile reads its first part only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import re
@@ -23,22 +24,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from tandem.data.sources.files import FileWindow, LocalFile, MemoryFile
+from tandem.data.sources.files import FileWindow, LocalFile, MemoryFile, RandomAccessFile
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.installed import require_packages
 from tandem.io.reading import LONGEST_BEGINNING, open_regular, wrong_kind_text
 
-from .appended import check_nothing_appended
 from .arrays import Array
-from .flac import restore_length
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
-# Further formats of libsndfile, except raw samples, whose sample rate is unknown.
-FURTHER_ENDINGS = (
-    ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx", ".8svx", ".paf",
-    ".pvf", ".sds", ".xi", ".htk", ".ircam",
-)  # fmt: skip
+# Further formats of libsndfile.
+FURTHER_ENDINGS = (".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".sph", ".nist")
 SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states another rate is damaged
 
 _MARGIN = 256  # samples at the lower rate that soxr's "HQ" filter needs on both sides
@@ -48,6 +44,10 @@ _MAX_AMPLITUDE = 10.0  # largest sample accepted in a file of floats, which shou
 _MP3_LENGTH_ERROR, _MP3_RUN_UP = 4 * 1152, 12 * 1152
 _TRUNCATED_CHUNK = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
 _UNKNOWN_FRAMES = 1 << 62  # libsndfile's number of frames of a FLAC file that does not state it is 2^63 - 1
+# Of a FLAC file (RFC 9639, section 8.2): the distance from the mark "fLaC" to the 64 bits whose last 36 are the length.
+_FLAC_LENGTH_OFFSET, _FLAC_LENGTH_BITS = 18, 36
+_COUNTED_FRAMES = 1 << 16  # that are decoded at a time
+_MAX_OGG_PAGE_BYTES = 1 << 16  # rounded up (RFC 3533)
 _UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size and state 2^31 - 1, 2^32 - 1 or similar
 
 
@@ -139,14 +139,51 @@ def _open_sound(ref: FileRef) -> Iterator[Any]:
             # By descriptor, because file names need not be valid text.
             with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
                 if sound.format != "FLAC" or sound.frames < _UNKNOWN_FRAMES:
-                    check_nothing_appended(sound, content)
+                    if sound.format == "OGG":
+                        _check_not_chained(sound, content)
                     yield sound
                     return
-            with soundfile.SoundFile(restore_length(content)) as sound:
+            with soundfile.SoundFile(_state_flac_length(content)) as sound:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
         reason = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
         raise ValueError(wrong_kind_text(ref.read(LONGEST_BEGINNING)) or reason) from None
+
+
+def _check_not_chained(sound: Any, file: RandomAccessFile) -> None:
+    """Raise ValueError, in one line, if an Ogg file holds a stream of another serial number behind the first."""
+    if "Junk after the last page" not in sound.extra_info:  # libsndfile reports what follows the first stream
+        return
+    tail = file.pread(2 * _MAX_OGG_PAGE_BYTES, max(0, file.size - 2 * _MAX_OGG_PAGE_BYTES))
+    serials = set(re.findall(rb"OggS\0.{9}(.{4})", tail, re.DOTALL))
+    if serials - {file.pread(4, 14)}:
+        raise ValueError("it holds several streams one after the other: write them as one (ffmpeg -i OLD NEW.flac)")
+
+
+def _state_flac_length(file: RandomAccessFile) -> io.BytesIO:
+    """A copy of a FLAC file whose header states its length, which is counted by decoding it: up to its last whole
+    frame. Raises ValueError, in one line, if it has none."""
+    import soundfile
+
+    class ForwardSound(soundfile.SoundFile):  # type: ignore[misc]
+        def seekable(self) -> bool:  # else each read seeks, which libsndfile refuses at an end that it does not know
+            return False
+
+    content = bytearray(file.pread(file.size, 0))
+    length, n = 0, _COUNTED_FRAMES
+    with ForwardSound(io.BytesIO(content)) as sound:
+        while n == _COUNTED_FRAMES:
+            samples = np.full((_COUNTED_FRAMES, sound.channels), np.nan)
+            with contextlib.suppress(soundfile.LibsndfileError):  # of a frame that is cut off, or no frame but a tag
+                sound.read(out=samples)
+            n = int(np.isfinite(samples[:, 0]).sum())
+            length += n
+    if not 0 < length < 1 << _FLAC_LENGTH_BITS:
+        raise ValueError("its header does not state its length, and it holds no whole frame")
+    begin = content.index(b"fLaC") + _FLAC_LENGTH_OFFSET  # an ID3 tag may precede it
+    field = int.from_bytes(content[begin : begin + 8], "big") >> _FLAC_LENGTH_BITS << _FLAC_LENGTH_BITS | length
+    content[begin : begin + 8] = field.to_bytes(8, "big")
+    return io.BytesIO(content)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from tandem.io.reading import LONGEST_BEGINNING, counted, error_text, wrong_kind
 from .frames import Frame, FrameConverter, Picture
 from .images import CENTER, ChooseSquare, Crop, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
-from .truncated import check_not_truncated
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 # FFmpeg detects the format by content; others, such as playlists that name files or addresses, are refused.
@@ -38,7 +36,6 @@ _DEFAULT_RATE = 25.0  # frames per second of a file that states none
 _MAX_PIXEL_ASPECT = 8.0  # width over height or height over width; larger values are errors
 _MAX_REORDERED = 16  # so many packets after a seek may lack a decoding time (dts)
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
-_DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,6 @@ def open_video(ref: FileRef) -> Iterator[Video]:
     with open_range(ref) as file:
         if not file.size:
             raise ValueError("the file is empty")
-        check_not_truncated(file)
         try:
             # By a file object, because FFmpeg takes some names, such as `concat:a`, for protocols.
             options = {"format_whitelist": _FORMATS}
@@ -260,9 +256,6 @@ class Video:
         stream, container = self._stream, self._container
         if stream.duration:
             return self.start + stream.duration
-        if tag := _DURATION_TAG.match(stream.metadata.get("DURATION", "")):  # Matroska's, counted from 0
-            hours, minutes, seconds = map(float, tag.groups())
-            return (3600 * hours + 60 * minutes + seconds) * self.ticks_per_second
         if container.duration:
             return self._ticks((container.start_time or 0) + container.duration)
         self._has_moved = True

@@ -34,7 +34,7 @@ _REQUEST_BYTES = 1 << 20  # of a tar on a server
 # Of `_ForwardReader`: its shortest read, the distance of near headers, and its longest read.
 _ONE_HEADER_BYTES, _NEAR_BYTES, _AHEAD_BYTES = 1 << 11, 1 << 14, 1 << 16
 # Kinds of members. Links, devices and folders have no content, whatever size they state.
-_FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
+_FILES, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
 _CONTENTLESS = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = (b"1", b"2")
@@ -235,7 +235,7 @@ class TarScan(NamedTuple):
 
     names: of the first member of each sample, in the order of the tar.
     places: size, offset and ending of each sample's member for each spec, int64 (n, 3 * specs), -1 where it has none.
-    skipped: how many members belong to no sample, by ending; also links, and sparse files, which are not read.
+    skipped: how many members belong to no sample, by ending; also links, which are not read.
     unmatched: the names of those skipped members that could belong to a sample.
     end_notes: about an unusual end.
     """
@@ -316,8 +316,8 @@ class _ForwardReader:
 
 
 def members(path: str, skipped: Counter[str], end_notes: list[str]) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and size of every file in a tar, in its order. Counts links and sparse files in `skipped`, and
-    adds notes about an unusual end to `end_notes`.
+    """Name, first byte and size of every file in a tar, in its order. Counts links in `skipped`, and adds notes about
+    an unusual end to `end_notes`.
 
     Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
     """
@@ -363,18 +363,14 @@ def _read_members(
         else:
             name = os.fsdecode(extended.get("path") or _parse_name(header))
             size = 0 if kind in _CONTENTLESS else int(extended.get("size", size))
-            is_sparse = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended)
-            flag = header[482:483]
-            while kind == _SPARSE and flag not in (b"", b"\0"):  # set if the header goes on in another block
-                flag, begin = reader.read(begin, _BLOCK)[504:505], begin + _BLOCK
             if size < 0:
                 raise ValueError(f"{name!r} has a size below 0")
             if begin + size > n_bytes:
                 raise ValueError(f"{name!r} lies beyond its end")
-            if kind in _FILES and not is_sparse and not name.endswith("/"):
+            if kind in _FILES and not name.endswith("/"):
                 yield name, begin, size
-            elif kind in _LINKS or is_sparse:
-                skipped["linked" if kind in _LINKS else "sparse"] += 1
+            elif kind in _LINKS:
+                skipped["linked"] += 1
             extended = {}
         position = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
 

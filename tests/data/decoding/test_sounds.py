@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import struct
 import sys
 from pathlib import Path
@@ -255,38 +254,6 @@ def test_flac_without_length_that_is_cut_off_ends_with_its_last_whole_frame(tmp_
     assert "does not state its length" in reason(FileRef.in_memory(content[: first + 50] + bytes(99_999), "b"))
 
 
-def crc(content: bytes, bits: int, polynomial: int) -> bytes:
-    remainder = int.from_bytes(content, "big") << bits
-    for place in range(8 * len(content) - 1, -1, -1):
-        if remainder >> (place + bits) & 1:
-            remainder ^= (polynomial | 1 << bits) << place
-    return remainder.to_bytes(bits // 8, "big")
-
-
-def header_size(frame: bytes) -> int:
-    """Bytes in front of the checksum of the header."""
-    return next(end for end in range(5, 16) if crc(frame[:end], 8, 0x07) == frame[end : end + 1])
-
-
-def test_flac_without_length_whose_frames_are_numbered_by_samples_is_read(tmp_path):
-    """As encoders do that choose the length of each frame. Frames are numbered by themselves elsewhere."""
-    source = written(tmp_path / "a.flac", np.random.default_rng(0).uniform(-0.5, 0.5, 5 * RATE))
-    content = Path(source.path).read_bytes()
-    size, begins = int.from_bytes(content[10:12], "big"), [content.index(b"\xff\xf8")]
-    for number in range(1, -(-5 * RATE // size)):
-        begins.append(re.compile(b"\xff\xf8..%c" % number, re.DOTALL).search(content, begins[-1] + 16).start())
-    frames = []
-    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(content)], strict=True)):
-        old, behind = content[begin:end], header_size(content[begin:end])
-        header = b"\xff\xf9" + old[2:4] + chr(number * size).encode() + old[5:behind]  # numbered as UTF-8 is written
-        body = header + crc(header, 8, 0x07) + old[behind + 1 : -2]
-        frames.append(body + crc(body, 16, 0x8005))
-    numbered = content[: begins[0]] + b"".join(frames)
-    expected = clips_of(source)
-    assert all(map(torch.equal, clips_of(FileRef.in_memory(numbered, "b")), expected)), "libFLAC reads it"
-    assert all(map(torch.equal, clips_of(FileRef.in_memory(without_length(numbered), "b")), expected))
-
-
 def test_mp3_without_a_header_of_its_length_is_read_to_its_end(tmp_path):
     """Its length is then an estimate, which may be too long by a part of a frame or two."""
     path = tmp_path / "a.mp3"
@@ -327,38 +294,31 @@ def test_clip_of_a_long_file_reads_little_more_than_the_clip(tmp_path, ending, i
 
 
 ID3V1, ID3V2 = b"TAG" + bytes(125), b"ID3\x04" + bytes(5) + b"\x0a" + bytes(10)
-APPENDED = [
-    ("ogg", "VORBIS", [b""], [b"rest"]), ("opus", "OPUS", [b""], [b"rest"]),
-    ("mp3", "MPEG_LAYER_III", [b"", ID3V1, ID3V2, ID3V1 + ID3V2], [ID3V1, bytes(5000)]),
-    ("flac", "PCM_16", [b"", ID3V1, bytes(5000)], [ID3V1, b"rest", bytes(100_000)]),
-    ("caf", "PCM_16", [b""], [b"rest"]), ("au", "PCM_16", [b""], [b"rest"]), ("w64", "PCM_16", [b""], []),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("ending, subtype, before, harmless", APPENDED)
-def test_a_file_to_which_another_was_appended_is_refused_wherever_it_lies(tmp_path, ending, subtype, before, harmless):
-    """Behind tags, too; tags and remains of a page alone are no sound. The second one is longer."""
-    rate = 44100 if ending == "mp3" else 48000
-    how = {"format": {"opus": "OGG"}.get(ending, ending.upper()), "subtype": subtype}
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_an_ogg_file_of_several_streams_is_refused_wherever_it_lies(tmp_path, subtype):
+    """Remains of a page alone are no sound. The second stream is longer."""
     first, second = (
-        Path(written(tmp_path / f"{hertz}.{ending}", sine(hertz, hertz / 150, rate), rate, **how).path).read_bytes()
+        Path(
+            written(tmp_path / f"{hertz}.ogg", sine(hertz, hertz / 150, 48000), 48000, subtype=subtype).path
+        ).read_bytes()
         for hertz in (300, 900)
     )
     decoder = ClipDecoder(RATE, RATE)
     alone = decoder.load(FileRef.in_memory(first, "a"), 0)
-    for behind in [tags + second for tags in before] + harmless:
-        (tmp_path / "whole").write_bytes(first + behind)
-        (tmp_path / "part").write_bytes(b"1234567" + first + behind + b"123")
-        places = [
-            FileRef(str(tmp_path / "whole")), FileRef.in_memory(first + behind, "a"),
-            FileRef(str(tmp_path / "part"), 7, len(first + behind)),
-        ]  # fmt: skip
-        for entry in places:
-            if behind in harmless:
-                assert torch.equal(decoder.load(entry, 0), alone)
+    for content in (first + second, first + b"rest"):
+        (tmp_path / "whole").write_bytes(content)
+        (tmp_path / "part").write_bytes(b"1234567" + content + b"123")
+        places = (
+            FileRef(str(tmp_path / "whole")), FileRef.in_memory(content, "a"),
+            FileRef(str(tmp_path / "part"), 7, len(content)),
+        )  # fmt: skip
+        for ref in places:
+            if content.startswith(first + second):
+                assert "several streams one after the other" in one_line(decoder.load, ref, 0)
             else:
-                assert "several streams one after the other" in one_line(decoder.load, entry, 0)
-                assert "several streams one after the other" in one_line(decoder.load_clips, entry, 3)
+                assert torch.equal(decoder.load(ref, 0), alone)
 
 
 def test_a_w64_that_states_no_size_is_heard(tmp_path):

@@ -364,27 +364,16 @@ def test_a_film_that_breaks_off_is_not_taken_for_a_shorter_one(options, tmp_path
         assert error.startswith("it is cut off") and len(frames) < N
 
 
-@pytest.mark.parametrize("name", ["a.mkv", "a.webm", "a.gif"])
-def test_a_film_of_another_kind_that_is_cut_off_is_refused_where_its_file_says_the_end(name, tmp_path):
-    if name == "a.gif":
-        first, *others = (Image.fromarray(picture(number)) for number in range(20))
-        first.save(tmp_path / name, save_all=True, append_images=others)
-    else:
-        write_video(tmp_path / name, 20, codec="libvpx-vp9" if name == "a.webm" else "libx264", audio=name == "a.mkv")
-    content = (tmp_path / name).read_bytes()
-    whole, error = all_frames(content)
-    assert not error and len(whole) == 20
-    for size in range(len(content) // 2, len(content) - 1, 97):
-        assert all_frames(content[:size])[1].startswith("it is cut off: ") or content[:size].endswith(b"\0")
-    behind = [content + b"\r\n", content[:-1]] if name == "a.gif" else [content + b"more"]
-    assert all(len(all_frames(other)[0]) == 20 for other in behind)
-    if name != "a.gif":  # a recording that was not closed does not state its length
-        at = content.index(b"\x18\x53\x80\x67") + 4
-        live = content[:at] + b"\x01" + b"\xff" * 7 + content[at + 8 :]
-        for size in (len(live), len(live) * 3 // 4):
-            frames, error = all_frames(live[:size])
-            assert not error and 5 < len(frames) <= 20
-            assert all(map(torch.equal, frames, whole))
+def test_a_recording_that_was_not_closed_is_read_as_far_as_it_goes(tmp_path):
+    """It does not state its length."""
+    content = write_video(tmp_path / "a.mkv", 20, codec="libx264", audio=True).read_bytes()
+    whole, _ = all_frames(content)
+    at = content.index(b"\x18\x53\x80\x67") + 4
+    live = content[:at] + b"\x01" + b"\xff" * 7 + content[at + 8 :]
+    for size in (len(live), len(live) * 3 // 4):
+        frames, error = all_frames(live[:size])
+        assert not error and 5 < len(frames) <= 20
+        assert all(map(torch.equal, frames, whole))
 
 
 @pytest.mark.parametrize("speed", [{}, {"fps": 10.0}], ids=str)
