@@ -165,7 +165,7 @@ def _state_flac_length(file: RandomAccessFile) -> io.BytesIO:
     frame. Raises ValueError, in one line, if it has none."""
     import soundfile
 
-    class ForwardSound(soundfile.SoundFile):  # type: ignore[misc]
+    class ForwardSound(soundfile.SoundFile):
         def seekable(self) -> bool:  # else each read seeks, which libsndfile refuses at an end that it does not know
             return False
 
