@@ -85,14 +85,20 @@ def test_what_a_function_returns_may_change_at_once(checkpoints):
 
 
 def test_an_update_waits_until_the_state_is_copied(tmp_path, monkeypatch):
-    """The copy is held up until the update has been asked for, or would not be waited for."""
-    weights, asked, copy_all = torch.zeros(3), threading.Event(), Snapshot.finish
+    """The copy begins when the update waits for it, or after an update that did not."""
+    weights, begins = torch.zeros(3), threading.Event()
+    copy_all, wait_for_copy = Snapshot.finish, Snapshot.wait
 
     def held_up(snapshot: Snapshot) -> None:
-        asked.wait(0.5)
+        begins.wait()
         copy_all(snapshot)
 
+    def waited_for(snapshot: Snapshot) -> None:
+        begins.set()
+        wait_for_copy(snapshot)
+
     monkeypatch.setattr(Snapshot, "finish", held_up)
+    monkeypatch.setattr(Snapshot, "wait", waited_for)
     with single(batch_size=1) as backend:
         checkpoints = Checkpoints(tmp_path, 1, backend.processes)
         engine = backend.wrap(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=1.0), name="model")
@@ -101,7 +107,7 @@ def test_an_update_waits_until_the_state_is_copied(tmp_path, monkeypatch):
             engine.backward(engine(micro["x"]).sum())
         engine.step()
         weights.fill_(1.0)  # what the update does to a state
-        asked.set()
+        begins.set()
         checkpoints.wait()
         assert_same(checkpoints.load(checkpoints.latest())[0]["model"]["weights"], torch.zeros(3))
 
