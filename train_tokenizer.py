@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
-from tandem.config.autoencoder_training import VALIDATION, GANFlags, perceptual_loss_warning
+from tandem.config.autoencoder_training import VALIDATION, GANFlags, LatentRegularizerFlags, perceptual_loss_warning
 from tandem.config.converters import FILE
 from tandem.config.data import VideoFlags, data_path
 from tandem.config.fields import flag, given
@@ -64,8 +64,9 @@ class ScriptFlags:
 
 @dataclass
 class Config(
-    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, ScriptFlags, DecayingOptimizerFlags, GANFlags, RunFlags
-):
+    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, LatentRegularizerFlags, ScriptFlags, DecayingOptimizerFlags,
+    GANFlags, RunFlags,
+):  # fmt: skip
     """Every flag of this script."""
 
     generator_width = "init_dim"
@@ -147,23 +148,21 @@ def train(config: Config, backend: distributed.Backend) -> None:
         clips = videos_of(samples)
         return training.film(clips, training.reconstructions(versions, clips), fps=config.fps or 8)
 
-    pixel_loss = F.l1_loss if config.l1_recon_loss else F.mse_loss
-    codes_folder = f"{config.output_dir}/codes"
+    pixel_loss, distance = F.l1_loss if config.l1_recon_loss else F.mse_loss, perceptual and frame_distance
+    latent_losses = training.LatentLosses(config, generator, "videos", device, pixel_loss, distance)
     gan_loss = training.GANLoss(
         config, tokenizer, discr, processes, images=videos_of, pixel_loss=pixel_loss,
-        perceptual_loss=perceptual and frame_distance, loss_inputs=sample_frames, log=run.add,
+        perceptual_loss=distance, loss_inputs=sample_frames, generator_inputs=latent_losses.inputs, log=run.add,
     )  # fmt: skip
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
-        next_command=("encode.py", "--video_folder", data_path(config), "--output", codes_folder),
+        next_command=("encode.py", "--video_folder", data_path(config), "--output", f"{config.output_dir}/codes"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
-    total_steps = run.progress.total_steps
-    with_warmup = partial(schedules.with_warmup, config.lr_schedule)
-
+    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
     for step, batch in training.updates(
         run, evaluation, preview=config.num_videos_save, update_kind=gan_loss.active_terms
     ):
@@ -171,15 +170,17 @@ def train(config: Config, backend: distributed.Backend) -> None:
         discr.lr = with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
+        weights["equivariance"] = config.equivariance_weight
         fakes, codes = [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
-            out = tokenizer(micro_batch.images)
+            out = tokenizer(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch)}
+            loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             tokenizer.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
-            run.add(loss=loss, **out.losses)
+            run.add(loss=loss, **terms)
         update = tokenizer.step(with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)

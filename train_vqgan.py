@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
-from tandem.config.autoencoder_training import VALIDATION, GANFlags, perceptual_loss_warning
+from tandem.config.autoencoder_training import VALIDATION, GANFlags, LatentRegularizerFlags, perceptual_loss_warning
 from tandem.config.converters import FILE, epoch_counts, two_fractions
 from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import QuantizerLossFlags, VQGANConfig
-from tandem.config.models.taming import KL, LatentLossFlags
+from tandem.config.models.taming import LatentLossFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
@@ -63,7 +63,10 @@ class ScriptFlags:
 
 
 @dataclass
-class Config(ImageFlags, VQGANConfig, LatentLossFlags, QuantizerLossFlags, ScriptFlags, RateFlags, GANFlags, RunFlags):
+class Config(
+    ImageFlags, VQGANConfig, LatentLossFlags, QuantizerLossFlags, LatentRegularizerFlags, ScriptFlags, RateFlags,
+    GANFlags, RunFlags,
+):  # fmt: skip
     """Every flag of this script."""
 
     output_dir: str = "runs/vqgan"
@@ -113,7 +116,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
     discr_lr = config.discr_learning_rate or config.learning_rate
     discr_optimizer = adam(discriminator.parameters(), lr=discr_lr, betas=config.discr_betas or config.betas)
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
-    pixel_loss, noise = F.mse_loss if config.l2_recon_loss else F.l1_loss, training.Noise(config.seed, "latents")
+    pixel_loss = F.mse_loss if config.l2_recon_loss else F.l1_loss
+    latent_losses = training.LatentLosses(config, generator, "images", device, pixel_loss, perceptual)
     values_per_latent = generator.channels * 4**generator.num_layers  # values of the image that share a latent
     output = f"{config.output_dir}/{'codes' if generator.num_codes else 'latents'}"
 
@@ -130,14 +134,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
         images = images_of(samples)
         return training.grid({"original": images, **training.reconstructions(versions, images)})
 
-    def sample_noise(micro_batch: Mapping[str, Any], step: int) -> dict[str, Tensor]:
-        is_sampled = config.quantizer == KL and config.latent == "sample"
-        shape = generator.latent_shape(config.image_size)
-        return {"noise": noise.normal(step, micro_batch["positions"], shape, device)} if is_sampled else {}
-
     gan_loss = training.GANLoss(
         config, vqgan, discr, processes, images=images_of, pixel_loss=pixel_loss, perceptual_loss=perceptual,
-        generator_inputs=sample_noise, log=run.add,
+        generator_inputs=latent_losses.inputs, log=run.add,
     )  # fmt: skip
     autocast = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
@@ -158,16 +157,18 @@ def train(config: Config, backend: distributed.Backend) -> None:
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         weights["kl"] = config.kl_loss_weight / values_per_latent  # the KL is per latent, the errors are per value
+        weights["equivariance"] = config.equivariance_weight
         fakes, codes = [], []
         # With --grad_accum_steps, passes without gradients come first, for statistics of codes and an adaptive weight.
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = vqgan(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch)}
+            loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             vqgan.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
-            run.add(loss=loss, **out.losses)
+            run.add(loss=loss, **terms)
         update = vqgan.step(with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)

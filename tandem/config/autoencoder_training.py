@@ -33,6 +33,26 @@ VALIDATION = Requirement(
 
 
 @dataclass
+class LatentRegularizerFlags:
+    """Flags of every script that trains an autoencoder whose latents, or codes, are to be generated
+    (`tandem.training.losses.latents`)."""
+
+    equivariance_weight: float = flag(
+        0.0,
+        "weight of a second reconstruction error: latents are shrunk and turned, at random for each image, and the "
+        "decoder has to make of them the image that is shrunk and turned likewise (EQ-VAE); 0: none",
+        non_negative_float,
+        title="latents that are easy to generate",
+    )
+    latent_noise: float = flag(
+        0.0,
+        "with S this number, the decoder is trained on (1 - t) z + t S e in place of latents z, with normal noise e "
+        "and t from 0 to 1, both drawn for each image (l-DeTok, whose S is 3); 0: no noise",
+        non_negative_float,
+    )
+
+
+@dataclass
 class GANFlags:
     """Flags of every script that trains against a discriminator (`tandem.training.losses.gan`), and by a perceptual
     loss. `generator_width` is the name of the flag for the channels of the generator's first layer."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .losses.diffusion import DiffusionDraws, LowresDraws
     from .losses.gan import GANLoss, frames_of
     from .losses.grad_cache import GradCache
+    from .losses.latents import LatentLosses
     from .metrics.autoencoders import evaluate_autoencoder, reconstructions
     from .metrics.averages import Averages
     from .metrics.collapse import CollapseAlarm, ReconstructionAlarm
@@ -39,25 +40,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action", "Averages", "BestModel", "Cascade", "CollapseAlarm", "Contrastive", "DiffusionDraws", "Embedder",
-    "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache", "LowresDraws", "Noise",
+    "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache", "LatentLosses", "LowresDraws", "Noise",
     "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run", "Sample", "UnetErrors", "VideoQuality",
-    "best_matches", "class_embeddings", "code_histogram", "evaluate_autoencoder", "film", "final_metric",
-    "final_model", "final_weights", "frames_of", "grid", "load_inception", "make_ema", "make_optimizer",
-    "missing_metrics_text", "prompts", "reconstructions", "sampling_example", "sounds_picture", "text_inputs",
-    "updates", "width_of",
+    "best_matches", "class_embeddings", "code_histogram", "evaluate_autoencoder", "film", "final_metric", "final_model",
+    "final_weights", "frames_of", "grid", "load_inception", "make_ema", "make_optimizer", "missing_metrics_text",
+    "prompts", "reconstructions", "sampling_example", "sounds_picture", "text_inputs", "updates", "width_of",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
     "Action": "evaluation", "Averages": "metrics.averages", "BestModel": "run_folder.best", "Cascade": "cascade",
     "CollapseAlarm": "metrics.collapse", "Contrastive": "losses.contrastive", "DiffusionDraws": "losses.diffusion",
     "Embedder": "metrics.embedder", "Evaluation": "evaluation", "GANLoss": "losses.gan", "Generation": "generation",
-    "GenerationQuality": "metrics.generation", "GradCache": "losses.grad_cache", "LowresDraws": "losses.diffusion",
-    "Noise": "noise", "ReconstructionAlarm": "metrics.collapse", "ReconstructionQuality": "metrics.reconstruction",
-    "RetrievalQuality": "metrics.retrieval", "Run": "run", "Sample": "visuals.images", "UnetErrors": "metrics.unets",
-    "VideoQuality": "metrics.videos", "best_matches": "visuals.sounds", "class_embeddings": "metrics.retrieval",
-    "code_histogram": "visuals.images", "evaluate_autoencoder": "metrics.autoencoders", "film": "visuals.videos",
-    "final_metric": "ema", "final_model": "evaluation", "final_weights": "ema", "frames_of": "losses.gan",
-    "grid": "visuals.images", "load_inception": "metrics.fid", "make_ema": "ema", "make_optimizer": "optimizers",
+    "GenerationQuality": "metrics.generation", "GradCache": "losses.grad_cache", "LatentLosses": "losses.latents",
+    "LowresDraws": "losses.diffusion", "Noise": "noise", "ReconstructionAlarm": "metrics.collapse",
+    "ReconstructionQuality": "metrics.reconstruction", "RetrievalQuality": "metrics.retrieval", "Run": "run",
+    "Sample": "visuals.images", "UnetErrors": "metrics.unets", "VideoQuality": "metrics.videos",
+    "best_matches": "visuals.sounds", "class_embeddings": "metrics.retrieval", "code_histogram": "visuals.images",
+    "evaluate_autoencoder": "metrics.autoencoders", "film": "visuals.videos", "final_metric": "ema",
+    "final_model": "evaluation", "final_weights": "ema", "frames_of": "losses.gan", "grid": "visuals.images",
+    "load_inception": "metrics.fid", "make_ema": "ema", "make_optimizer": "optimizers",
     "missing_metrics_text": "metrics.generation", "prompts": "metrics.retrieval",
     "reconstructions": "metrics.autoencoders", "sampling_example": "generation", "sounds_picture": "visuals.sounds",
     "text_inputs": "metrics.embedder", "updates": "loop", "width_of": "metrics.embedder",

@@ -60,7 +60,10 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         f"vqgan-{quantizer}": ("train_vqgan", {**ADVERSARIAL, "quantizer": quantizer, **more})
         for quantizer, more in {"lfq": {}, "vq": {}, "fsq": {"fsq_levels": "4,4,4"}, "bsq": {}, "ibq": {}}.items()
     },
-    "taming-kl": ("train_vqgan", {**ADVERSARIAL, **TAMING, "quantizer": "kl"}),
+    "taming-kl": (
+        "train_vqgan",
+        {**ADVERSARIAL, **TAMING, "quantizer": "kl", "equivariance_weight": 0.5, "latent_noise": 2},
+    ),
     "taming-vq": (
         "train_vqgan",
         {**ADVERSARIAL, **TAMING, "quantizer": "vq", "codebook_size": 64, "vq_gradient": "rotation"},
@@ -71,7 +74,8 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{
         f"tokenizer-{quantizer}": (
             "train_tokenizer",
-            {**ADVERSARIAL, "quantizer": quantizer, "image_folder": "demo:shapes:64", "image_every": 3},
+            {**ADVERSARIAL, "quantizer": quantizer, "image_folder": "demo:shapes:64", "image_every": 3,
+             "equivariance_weight": 0.5, "latent_noise": 2},
         )
         for quantizer in ("vq", "lfq")
     },

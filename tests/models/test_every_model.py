@@ -90,7 +90,7 @@ def vqgan(quantizer: str, **sizes: Any) -> Case:
 
 def taming(quantizer: str, **sizes: Any) -> Case:
     def inputs(model: Any) -> dict[str, Tensor]:
-        noise = {"noise": some(BATCH, *model.latent_shape(16))} if quantizer == "kl" else {}
+        noise = {"noise": some(BATCH, *model.latent_shape(16, 16))} if quantizer == "kl" else {}
         return {**images(model), **noise}
 
     free = {"image_size": 32, "gradient_checkpointing": True}

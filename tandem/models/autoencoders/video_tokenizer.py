@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tandem.config.models.autoencoders import VideoTokenizerConfig
-from tandem.models.layers.convolutional import Autoencoder, check_codes, check_range
+from tandem.models.layers.convolutional import Autoencoder, check_codes, check_range, mix_noise
 from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.layers.video.blocks import (
     check_frames,
@@ -26,6 +26,7 @@ from tandem.models.layers.video.blocks import (
 from tandem.models.layers.video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.base import straight_through
+from tandem.transforms import Transform, transform
 
 
 class VideoTokenizerOutput(NamedTuple):
@@ -40,6 +41,8 @@ class VideoTokenizerOutput(NamedTuple):
     features: Tensor
     """(b, init_dim, f, h / patch_size, w / patch_size): input of the decoder's last convolution, detached; for
     `VideoTokenizer.last_layer_gradient`."""
+    transformed: Tensor | None = None
+    """What the decoder makes of changed latents, fp32 (b, c, f, h', w'); None without a change."""
 
 
 class VideoTokenizer(Autoencoder):
@@ -87,10 +90,14 @@ class VideoTokenizer(Autoencoder):
             if hasattr(module, "cache_key"):
                 module.cache_key = name
 
-    def forward(self, videos: Tensor, *, accumulate_stats: bool = False) -> VideoTokenizerOutput | None:
+    def forward(
+        self, videos: Tensor, *, latent_noise: Tensor | None = None, noise_levels: Tensor | None = None,
+        change: Transform | None = None, accumulate_stats: bool = False,
+    ) -> VideoTokenizerOutput | None:  # fmt: skip
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
+            latent_noise, noise_levels, change: As for `VQGAN.forward`; a change is of videos.
             accumulate_stats: Only add the videos to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
 
@@ -108,10 +115,14 @@ class VideoTokenizer(Autoencoder):
         if len(chunks) > 1:
             codes = torch.cat([self.quantizer.codes(chunk) for chunk in chunks], dim=1)
             quantized = straight_through(self.quantizer.decode_codes(codes).detach(), quantized)
-        reconstruction, features = self._decode(quantized)
+        transformed = None
+        if change is not None:
+            latents = self.quantizer.requantize(transform(z, change))
+            transformed, _ = self._decode(latents)
+        reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
         if videos.dim() == 4:
             reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)
-        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach())
+        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach(), transformed)
 
     @torch.no_grad()
     def encode(self, videos: Tensor) -> Tensor:
@@ -170,6 +181,11 @@ class VideoTokenizer(Autoencoder):
         height, width = (side * self.pixels_per_code for side in codes.shape[-2:])
         empty = torch.zeros(len(codes), self.channels, 0, height, width, device=codes.device)
         return torch.cat([empty, *frames], dim=2)
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(d, f', h', w') of the entries of the codes of videos of these lengths."""
+        sides = (height // self.pixels_per_code, width // self.pixels_per_code)
+        return (int(self.quantizer.dim), 1 + (frames - 1) // self.frames_per_code, *sides)
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
         """Gradient of a loss with respect to the weights of the decoder's last convolution, without a backward pass

@@ -24,10 +24,12 @@ from tandem.models.layers.convolutional import (
     check_multiple,
     group_norm,
     leaky_relu,
+    mix_noise,
 )
 from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.gaussian import compute_scale
+from tandem.transforms import Transform, transform
 
 from .taming import count_halvings, make_body
 
@@ -45,6 +47,8 @@ class VQGANOutput(NamedTuple):
     """Losses of the quantizer by name, 0-d and unweighted."""
     features: Tensor
     """(b, dim, h, w): input of the decoder's last layer, detached; for `VQGAN.last_layer_gradient`."""
+    transformed: Tensor | None = None
+    """What the decoder makes of changed latents, fp32 (b, c, h', w'); None without a change."""
 
 
 class VQGAN(Autoencoder):
@@ -124,12 +128,17 @@ class VQGAN(Autoencoder):
         return layer
 
     def forward(
-        self, images: Tensor, noise: Tensor | None = None, *, accumulate_stats: bool = False
-    ) -> VQGANOutput | None:
+        self, images: Tensor, noise: Tensor | None = None, *, latent_noise: Tensor | None = None,
+        noise_levels: Tensor | None = None, change: Transform | None = None, accumulate_stats: bool = False,
+    ) -> VQGANOutput | None:  # fmt: skip
         """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
         Args:
             noise: Standard normal (b, *latent_shape), from which latents are sampled; with None they are means.
+            latent_noise: (b, *latent_shape). With noise levels t, the decoder gets (1 - t) z + t latent_noise in the
+                place of the latents, or the entries of codes, z.
+            noise_levels: (b,) in [0, 1].
+            change: What is done to the latents for `VQGANOutput.transformed`; None for nothing.
             accumulate_stats: Only add the images to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
         """
@@ -138,8 +147,12 @@ class VQGAN(Autoencoder):
             self.quantizer.accumulate_stats(z)
             return None
         quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
-        reconstruction, features = self._decode(quantized)
-        return VQGANOutput(reconstruction, codes, losses, features.detach())
+        transformed = None
+        if change is not None:
+            latents = self.quantizer.requantize(transform(z if self.num_codes else quantized, change))
+            transformed, _ = self._decode(latents)
+        reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
+        return VQGANOutput(reconstruction, codes, losses, features.detach(), transformed)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
@@ -207,9 +220,9 @@ class VQGAN(Autoencoder):
         config = {"normalize_input": False, **without_measured_scale(config)}
         return super().from_weights(source, config, *arguments, **options)
 
-    def latent_shape(self, side: int) -> tuple[int, int, int]:
-        """[d, h', w'] of the continuous latents of images of this side."""
-        return (int(self.quantizer.dim), side >> self.num_layers, side >> self.num_layers)
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """(d, h', w') of the latents, or of the entries of the codes, of images of these sides."""
+        return (int(self.quantizer.dim), height >> self.num_layers, width >> self.num_layers)
 
     def saved_config(self) -> dict[str, Any]:
         """`config`, with a mark if the scale was measured: a run that starts from the model goes on measuring."""

@@ -68,6 +68,14 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
+def mix_noise(latents: Tensor, noise: Tensor | None, levels: Tensor | None) -> Tensor:
+    """(1 - t) latents + t noise of shape (b, ...), with levels t (b,) in [0, 1]; the latents without noise."""
+    if noise is None or levels is None:
+        return latents
+    t = levels.view(-1, *[1] * (latents.dim() - 1))
+    return (1 - t) * latents + t * noise
+
+
 def leaky_relu() -> nn.LeakyReLU:
     """LeakyReLU in place, for use after a convolution or a GroupNorm, whose backward passes do not need their outputs:
     one tensor is kept instead of two."""

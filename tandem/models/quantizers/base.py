@@ -133,6 +133,11 @@ class Bottleneck(nn.Module):
         self.all_reduce, self.gather = processes.sum, processes.gather
         self.rank, self.world_size = processes.rank, processes.world_size
 
+    def requantize(self, latents: Tensor) -> Tensor:
+        """Changed latents (b, dim, ...) -> what the decoder gets for them, fp32, with the gradient of the latents.
+        Nothing is learned from them: they are not latents of an image. Continuous latents stay as they are."""
+        return latents.float()
+
     @property
     def is_learning(self) -> bool:
         """Whether a forward contributes to the current update."""
@@ -209,6 +214,9 @@ class Quantizer(Bottleneck, ABC):
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Codes (b, ...) int64 in [0, num_codes) -> (b, dim, ...) fp32, bit for bit the `quantized` of forward."""
         return rearrange(self._look_up(codes), "b ... d -> b d ...").contiguous()
+
+    def requantize(self, latents: Tensor) -> Tensor:
+        return straight_through(self.decode_codes(self.codes(latents)).detach(), latents.float())
 
     @torch.no_grad()
     def accumulate_stats(self, z: Tensor) -> None:

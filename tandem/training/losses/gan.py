@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ADAPTIVE = "adaptive"
 ZERO_CENTRED = "zero_centred"
 
-FurtherInputs = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
+FurtherInputs = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 """(micro-batch of the loader, number of the update) -> further arguments by name, one entry per image each."""
 
 
@@ -55,7 +55,7 @@ class MicroBatch(NamedTuple):
     """The images (b, c, h, w), or videos, of a micro-batch, and what belongs to them."""
 
     images: Tensor
-    generator_inputs: Mapping[str, Tensor]
+    generator_inputs: Mapping[str, Any]
     """Further arguments of the generator, by name."""
     loss_inputs: Mapping[str, Tensor]
     """Further arguments of the discriminator and of the perceptual loss, by name."""

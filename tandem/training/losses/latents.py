@@ -1,0 +1,79 @@
+"""What makes the latents of an autoencoder easier to generate: noise that the decoder has to bear, and an error that
+makes latents turn and shrink with their images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.config.models.taming import KL
+from tandem.devices import to_device
+from tandem.training.noise import Noise
+from tandem.transforms import Transform, possible_sizes, transform
+
+if TYPE_CHECKING:
+    from tandem.training.losses.gan import MicroBatch
+
+_SMALLEST_PERCEPTUAL_SIDE = 16  # pixels that `PerceptualLoss` needs
+
+
+class LatentLosses:
+    """The generator's inputs that change its latents in training, and the loss terms about latents. All are functions
+    of the seed, the update and the place of a sample in the batch.
+
+    Args:
+        config: `LatentRegularizerFlags`; of a model with continuous latents also `LatentLossFlags`.
+        model: The generator's model, a `VQGAN` or a `VideoTokenizer`.
+        samples: Key of the samples (b, c, ..., h, w) in a micro-batch of the loader.
+        pixel_loss, perceptual_loss: As in `GANLoss`.
+    """
+
+    def __init__(
+        self, config: Any, model: Any, samples: str, device: torch.device,
+        pixel_loss: Callable[[Tensor, Tensor], Tensor], perceptual_loss: Callable[..., Tensor] | None,
+    ) -> None:  # fmt: skip
+        self._config, self._model, self._samples, self._device = config, model, samples, device
+        self._pixel_loss, self._perceptual_loss = pixel_loss, perceptual_loss
+        self._is_sampled = config.quantizer == KL and config.latent == "sample"
+        names = ("latents", "latent noise", "noise level", "transformed size", "turns")
+        self._latents, self._noise, self._level, self._size, self._turns = (Noise(config.seed, name) for name in names)
+
+    def inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Further arguments of the generator for the samples of a micro-batch in update `step`."""
+        positions, shape = micro_batch["positions"], self._model.latent_shape(*micro_batch[self._samples].shape[2:])
+        inputs: dict[str, Any] = {}
+        if self._is_sampled:
+            inputs["noise"] = self._latents.normal(step, positions, shape, self._device)
+        if self._config.latent_noise:
+            # Interpolative noise of l-DeTok (Yang et al. 2025, arXiv:2507.15856): (1 - t) z + t S e, t uniform.
+            noise = self._config.latent_noise * self._noise.normal(step, positions, shape, self._device)
+            levels = to_device(self._level.uniform(step, positions, ()), self._device)
+            inputs["latent_noise"], inputs["noise_levels"] = noise, levels
+        if self._config.equivariance_weight:
+            inputs["change"] = self._draw_change(step, positions, shape[-1])
+        return inputs
+
+    def terms(self, out: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The terms by name, 0-d and unweighted: "equivariance", the reconstruction error between images that are
+        shrunk and turned, and what the decoder makes of their latents, shrunk and turned in the same way; without
+        --equivariance_weight none."""
+        if out.transformed is None:
+            return {}
+        target = transform(micro_batch.images, micro_batch.generator_inputs["change"])
+        loss = self._pixel_loss(out.transformed, target)
+        if self._perceptual_loss is not None and target.shape[-1] >= _SMALLEST_PERCEPTUAL_SIDE:
+            distance = self._perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
+            loss = loss + self._config.perceptual_loss_weight * distance
+        return {"equivariance": loss}
+
+    def _draw_change(self, step: int, positions: Sequence[int], side: int) -> Transform:
+        """The change of the samples of a micro-batch, whose latents have this side. All samples of an update get one
+        size: the processes of FSDP and ZeRO 3 have to make equally many passes through the decoder."""
+        sizes = possible_sizes(side)
+        quarters = sizes[int(self._size.uniform(step, [0], ()).item() * len(sizes))]
+        fractions = self._turns.uniform(step, positions, ())  # on the CPU, so that every device draws the same
+        least = 1 if quarters == 4 else 0  # an image that is neither shrunk nor turned says nothing
+        return Transform(quarters, to_device(least + (fractions * (4 - least)).long(), self._device))
