@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.fields import SampleDataset
     from tandem.distributed import ProcessGroup
     from tandem.training.metrics.fid import Gaussian
+    from tandem.training.metrics.latents import LatentMeasures
 
 PICTURE_SAMPLES = 6  # samples in the picture
 ROUND_SECONDS = 1.0  # between exchanges of errors and signals
@@ -53,10 +54,13 @@ PROGRESS_SECONDS = 10.0  # between lines of progress
 Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]  # samples in [0, 1] and the notes of `load`
 # Headings of the table, by the names in the JSON file.
 HEADINGS = {
-    "rfid": "rFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM", "lpips": "LPIPS",
+    "rfid": "rFID", "ifid": "iFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM",
+    "lpips": "LPIPS",
     "dpsnr": "PSNR of motion", "flicker": "flicker", "codes_used": "codes used", "perplexity": "perplexity",
+    "equivariance_error": "equivariance error", "fine_energy": "fine energy", "dead_channels": "dead channels",
     "samples_per_second": "samples/s",
 }  # fmt: skip
+LISTS = ("channel_means", "channel_deviations", "spectrum", "image_spectrum")  # of --latents, in the JSON file alone
 # --resize -> how images are resized to the side of the models' images, before the centre crop.
 RESIZES = {
     "ours": "shorter side resized to {} pixels (bilinear, antialiased)",
@@ -94,6 +98,8 @@ class Config:
     )
     fvd_eps: float = flag(1e-3, "eps of I3D's batch normalisations: 1e-3 as in its training, 1e-5 as for the published "
         "values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, requires=given("fvd_weights", "FILE"))
+    latents: bool = flag(False, "also measure how easily continuous latents can be generated: equivariance error, "
+        "energy by frequency, channels and, with --fid_weights, iFID", requires=given("image_folder", "PATH"))
     lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published, which "
         "fetches them", FILE)
     # fmt: on
@@ -130,13 +136,26 @@ def build_parser() -> ArgumentParser:
 
 
 def reconstruct(model: Any, samples: Tensor, processes: ProcessGroup, precision: str) -> tuple[Tensor, Tensor]:
-    """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
+    """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes or latents."""
     from tandem.models.layers.convolutional import without_range_checks
 
     processes.heartbeat("reconstructing")
     with distributed.autocast(precision, processes.device), without_range_checks():
         codes = model.encode(samples)
-        return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
+        return model.decode(codes), codes
+
+
+def encoder_of(model: Any, args: argparse.Namespace, processes: ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Images in [0, 1] -> latents, in the precision of the run."""
+
+    def encode(images: Tensor) -> Tensor:
+        from tandem.models.layers.convolutional import without_range_checks
+
+        with distributed.autocast(args.precision, processes.device), without_range_checks():
+            latents: Tensor = model.encode(images)
+            return latents
+
+    return encode
 
 
 def open_models(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any]:
@@ -347,11 +366,12 @@ def open_networks(args: argparse.Namespace, processes: ProcessGroup) -> tuple[An
 
 
 def measure_batches(
-    models: Mapping[str, Any], qualities: Mapping[str, Any], features: Mapping[str, Any], processes: ProcessGroup,
-    precision: str, notes: list[dict[str, Any]], batches: Batches,
+    models: Mapping[str, Any], qualities: Mapping[str, Any], features: Mapping[str, Any],
+    latent_measures: Mapping[str, LatentMeasures], processes: ProcessGroup, precision: str,
+    notes: list[dict[str, Any]], batches: Batches,
 ) -> Iterator[None]:  # fmt: skip
-    """Reconstruct each batch with each model, and add the reconstructions to the qualities and features of that
-    model. Appends the notes of the samples to `notes`, each with the measurements [PSNR, seconds] of each model."""
+    """Reconstruct each batch with each model, and add the reconstructions, and latents, to the measures of that model.
+    Appends the notes of the samples to `notes`, each with the measurements [PSNR, seconds] of each model."""
     import torch
 
     from tandem.devices import moment, on_host, seconds_between
@@ -364,7 +384,10 @@ def measure_batches(
                 start = moment(processes.device)
                 reconstructions, codes = reconstruct(trained.model, originals, processes, precision)
                 moments = start, moment(processes.device)
-                qualities[name].add(originals, reconstructions, codes)
+                no_codes = originals.new_zeros(0).long()
+                qualities[name].add(originals, reconstructions, codes if trained.model.num_codes else no_codes)
+                if name in latent_measures:
+                    latent_measures[name].add(originals, codes, [note["index"] for note in batch_notes])
                 if name in features:
                     features[name].add(reconstructions)
                 psnrs = psnr(originals, reconstructions)
@@ -381,6 +404,27 @@ def measure_batches(
         yield
 
 
+def decode_between_neighbours(
+    measures: LatentMeasures, model: Any, statistics: Any, n_samples: int, args: argparse.Namespace,
+    processes: ProcessGroup,
+) -> Gaussian:  # fmt: skip
+    """The distribution of the features of what the model decodes of points between neighbouring latents. Collective.
+    The batches do not depend on the number of processes."""
+    import torch
+
+    from tandem.training.metrics.latents import between_neighbours
+
+    latents = measures.all_latents(n_samples, processes.sum)
+    n, size = len(latents), args.batch_size
+    for first in range(0, n, size)[processes.rank :: processes.world_size]:
+        processes.heartbeat("decoding points between latents")
+        points = between_neighbours(latents, range(first, min(first + size, n))).to(processes.device)
+        with torch.no_grad(), distributed.autocast(args.precision, processes.device):
+            statistics.add(model.decode(points))
+    distribution: Gaussian = statistics.result(processes.sum)[0]
+    return distribution
+
+
 def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Measure the models and report the values. Raises AskedToStop after a signal."""
     import torch
@@ -388,6 +432,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     from tandem.data.stores.output import json_bytes
     from tandem.models.features.i3d import I3D_DIM
     from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
+    from tandem.training.metrics.latents import LatentMeasures
 
     device = processes.device
     for name in args.model:
@@ -420,11 +465,18 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(feature_statistics.FeatureStatistics, network, dim, device)
     model_features = {name: features() for name in models if network}
+    latent_measures, side = {}, args.image_size
+    for name, trained in models.items():
+        if args.latents and not trained.model.num_codes:
+            encode = encoder_of(trained.model, args, processes)
+            latent_measures[name] = LatentMeasures(encode, trained.model.latent_shape(side, side), device)
     notes: list[dict[str, Any]] = []  # of this process's samples
 
     run_pass = partial(process_batches, samples, args, processes)
     with torch.no_grad():
-        measure = partial(measure_batches, models, qualities, model_features, processes, args.precision, notes)
+        measure = partial(
+            measure_batches, models, qualities, model_features, latent_measures, processes, args.precision, notes
+        )
         run_pass("measured", measure)
         all_notes = sorted(itertools.chain(*processes.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in all_notes]
@@ -435,14 +487,24 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     for number, (name, trained) in enumerate(models.items()):
         scores, _ = qualities[name].result(processes.sum)
         speed = processes.world_size / median(note["measurements"][number][1] for note in all_notes)
+        if name in latent_measures:
+            scores |= latent_measures[name].statistics.result(processes.sum)
         if reference:
-            distribution, score = model_features[name].result(processes.sum)
+            distributions = dict[str, Any]()
+            distributions["rfid" if args.fid_weights else "rfvd"], score = model_features[name].result(processes.sum)
             scores |= score
+            if name in latent_measures:
+                distributions["ifid"] = decode_between_neighbours(
+                    latent_measures[name], trained.model, features(), len(samples), args, processes
+                )
             processes.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
             with processes.raise_on_all_ranks():
                 if processes.is_root:
-                    scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(reference, distribution)
-        row = {metric: scores[metric] for metric in HEADINGS if metric in scores}
+                    scores |= {
+                        metric: fid.frechet_distance(reference, distribution)
+                        for metric, distribution in distributions.items()
+                    }
+        row = {metric: scores[metric] for metric in (*HEADINGS, *LISTS) if metric in scores}
         row |= {"trained_on": trained_on[name]} if name in trained_on else {}
         values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.identity}
     with processes.raise_on_all_ranks():

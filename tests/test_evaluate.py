@@ -22,6 +22,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file, save
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
+from torch.nn import functional as F
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.metric_isc import isc_features_to_metric
 
@@ -35,6 +36,7 @@ from tandem.data.sets import open_videos
 from tandem.distributed import ProcessGroup
 from tandem.models.features.lpips import PerceptualLoss
 from tandem.training.metrics.fid import FrechetStatistics, frechet_distance
+from tandem.training.metrics.latents import between_neighbours
 from tandem.training.metrics.reconstruction import psnr
 from tests.data.helpers import write_tar
 from tests.models.test_perceptual import part, published
@@ -130,15 +132,16 @@ def compared(at: Path, judges: dict[str, Path], tmp_path_factory: pytest.TempPat
     """The files of a command that compares two models by everything that there is; in a process of its own, because
     tests before this one may have changed how this process computes."""
     folder = tmp_path_factory.mktemp("compared")
-    words = [*command(at, judges), "--output", folder / "values", "--num_workers", 0, "--batch_size", 4]
+    words = [*command(at, judges, "--latents"), "--output", folder / "values", "--num_workers", 0, "--batch_size", 4]
     finished = run(ONE_PROCESS, "evaluate.py", [*map(str, words)])
     assert finished.returncode == 0, finished.output
     return folder
 
 
-def command(at: Path, judges: dict[str, Path]) -> list[Any]:
+def command(at: Path, judges: dict[str, Path], *more: str) -> list[Any]:
     flags = [word for flag in judges.items() for word in flag]
-    return ["--compare", *(at / name for name in MODELS), "--image_folder", at / "photos", *flags]
+    models = [at / name for name in (*MODELS, *(["kl"] if "--latents" in more else []))]
+    return ["--compare", *models, "--image_folder", at / "photos", *flags, *more]
 
 
 def prepared(path: Path) -> Tensor:
@@ -188,12 +191,41 @@ def test_values_are_those_of_scikit_image_torch_fidelity_and_lpips(
     assert expected > 0.1 and found["rfid"] == pytest.approx(expected.item(), rel=1e-4)
 
 
+@torch.no_grad()
+def test_the_interpolated_fid_is_that_of_points_between_neighbours(
+    at: Path, compared: Path, judges: dict[str, Path]
+) -> None:
+    """All images but one are among the ten nearest: of those, the drawn one is known by the points alone."""
+    found = values(json.loads((compared / "values.json").read_text()), at / "kl")
+    model, images = autoencoder(), torch.stack([prepared(at / "photos" / name) for name in IMAGES])
+    latents = model.encode(images)
+    flat, points = latents.flatten(1).double(), between_neighbours(latents, range(len(latents))).flatten(1).double()
+    for row, point in enumerate(points):
+        halves = []
+        for other in [*range(row), *range(row + 1, len(flat))]:
+            angle = torch.acos(F.cosine_similarity(flat[row], flat[other], dim=0))
+            halves.append((flat[row] + flat[other]) * torch.sin(angle / 2) / torch.sin(angle))
+        assert min((point - half).abs().max() for half in halves) < 1e-4
+    extractor = FeatureExtractorInceptionV3(
+        "inception", ["2048"], feature_extractor_weights_path=str(judges["--fid_weights"])
+    )
+    made = model.decode(points.float().view_as(latents)).clamp(0, 1)
+    real, fake = (extractor((each * 255).round().byte())[0] for each in (images, made))
+    x, y = ((each - each.mean(0)).double() / len(each[:-1]) ** 0.5 for each in (real, fake))
+    means = (real.double().mean(0) - fake.double().mean(0)).square().sum()
+    expected = means + x.square().sum() + y.square().sum() - 2 * torch.linalg.svdvals(x @ y.T).sum()
+    assert found["ifid"] == pytest.approx(expected.item(), rel=1e-3) and found["ifid"] != found["rfid"]
+    assert len(found["channel_means"]) == latents.shape[1] and "ifid" not in values(
+        json.loads((compared / "values.json").read_text()), at / "a"
+    )
+
+
 def test_four_processes_find_the_bits_of_one(
     at: Path, compared: Path, judges: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))  # where nothing is kept of the originals
     output = tmp_path / "values"
-    words = [*command(at, judges), "--output", output, "--num_workers", 1, "--batch_size", 4]
+    words = [*command(at, judges, "--latents"), "--output", output, "--num_workers", 1, "--batch_size", 4]
     finished = run(Launcher("torchrun", 4), "evaluate.py", [*map(str, words)])
     assert finished.returncode == 0, finished.output
     assert finished.output.count("rFID") == 1, finished.output
