@@ -99,7 +99,8 @@ class Config:
     fvd_eps: float = flag(1e-3, "eps of I3D's batch normalisations: 1e-3 as in its training, 1e-5 as for the published "
         "values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, requires=given("fvd_weights", "FILE"))
     latents: bool = flag(False, "also measure how easily continuous latents can be generated: equivariance error, "
-        "energy by frequency, channels and, with --fid_weights, iFID", requires=given("image_folder", "PATH"))
+        "energy by frequency, means, deviations and dead channels and, with --fid_weights, iFID",
+        requires=given("image_folder", "PATH"))
     lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published, which "
         "fetches them", FILE)
     # fmt: on
@@ -416,10 +417,10 @@ def decode_between_neighbours(
 
     latents = measures.all_latents(n_samples, processes.sum)
     n, size = len(latents), args.batch_size
-    for first in range(0, n, size)[processes.rank :: processes.world_size]:
-        processes.heartbeat("decoding points between latents")
-        points = between_neighbours(latents, range(first, min(first + size, n))).to(processes.device)
-        with torch.no_grad(), distributed.autocast(args.precision, processes.device):
+    with processes.raise_on_all_ranks(), torch.no_grad(), distributed.autocast(args.precision, processes.device):
+        for first in range(0, n, size)[processes.rank :: processes.world_size]:
+            processes.heartbeat("decoding points between latents")
+            points = between_neighbours(latents, range(first, min(first + size, n))).to(processes.device)
             statistics.add(model.decode(points))
     distribution: Gaussian = statistics.result(processes.sum)[0]
     return distribution
@@ -469,7 +470,8 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     for name, trained in models.items():
         if args.latents and not trained.model.num_codes:
             encode = encoder_of(trained.model, args, processes)
-            latent_measures[name] = LatentMeasures(encode, trained.model.latent_shape(side, side), device)
+            shape = trained.model.latent_shape(side, side)
+            latent_measures[name] = LatentMeasures(encode, shape, device, keep=network is not None)
     notes: list[dict[str, Any]] = []  # of this process's samples
 
     run_pass = partial(process_batches, samples, args, processes)
@@ -495,7 +497,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
             scores |= score
             if name in latent_measures:
                 distributions["ifid"] = decode_between_neighbours(
-                    latent_measures[name], trained.model, features(), len(samples), args, processes
+                    latent_measures.pop(name), trained.model, features(), len(samples), args, processes
                 )
             processes.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
             with processes.raise_on_all_ranks():
@@ -521,6 +523,8 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
             draw(args, models, all_notes, samples, processes)
+    if args.latents and all(trained.model.num_codes for trained in models.values()):
+        processes.say("latents are not measured: every model has codes")
     feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
     networks = {"LPIPS (--lpips_weights)": lpips, feature_metrics: network}
     if missing := [name for name, module in networks.items() if module is None]:

@@ -149,7 +149,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         return training.film(clips, training.reconstructions(versions, clips), fps=config.fps or 8)
 
     pixel_loss, distance = F.l1_loss if config.l1_recon_loss else F.mse_loss, perceptual and frame_distance
-    latent_losses = training.LatentLosses(config, generator, "videos", device, pixel_loss, distance)
+    latent_losses = training.LatentLosses(config, tokenizer, "videos", device, pixel_loss, distance)
     gan_loss = training.GANLoss(
         config, tokenizer, discr, processes, images=videos_of, pixel_loss=pixel_loss,
         perceptual_loss=distance, loss_inputs=sample_frames, generator_inputs=latent_losses.inputs, log=run.add,
@@ -164,13 +164,13 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
     for step, batch in training.updates(
-        run, evaluation, preview=config.num_videos_save, update_kind=gan_loss.active_terms
+        run, evaluation, preview=config.num_videos_save, update_kind=latent_losses.update_kind(gan_loss.active_terms)
     ):
         tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         discr.lr = with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
-        weights["equivariance"] = config.equivariance_weight
+        weights["equivariance_loss"] = config.equivariance_weight
         fakes, codes = [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = tokenizer(micro_batch.images, **micro_batch.generator_inputs)

@@ -117,7 +117,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     discr_optimizer = adam(discriminator.parameters(), lr=discr_lr, betas=config.discr_betas or config.betas)
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
     pixel_loss = F.mse_loss if config.l2_recon_loss else F.l1_loss
-    latent_losses = training.LatentLosses(config, generator, "images", device, pixel_loss, perceptual)
+    latent_losses = training.LatentLosses(config, vqgan, "images", device, pixel_loss, perceptual)
     values_per_latent = generator.channels * 4**generator.num_layers  # values of the image that share a latent
     output = f"{config.output_dir}/{'codes' if generator.num_codes else 'latents'}"
 
@@ -149,7 +149,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
     for step, batch in training.updates(
-        run, evaluation, preview=config.num_images_save, update_kind=gan_loss.active_terms
+        run, evaluation, preview=config.num_images_save, update_kind=latent_losses.update_kind(gan_loss.active_terms)
     ):
         drop = schedules.drop_factor(run.progress.epoch, config.lr_drop_epochs)
         vqgan.lr = drop * with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
@@ -157,7 +157,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         weights["kl"] = config.kl_loss_weight / values_per_latent  # the KL is per latent, the errors are per value
-        weights["equivariance"] = config.equivariance_weight
+        weights["equivariance_loss"] = config.equivariance_weight
         fakes, codes = [], []
         # With --grad_accum_steps, passes without gradients come first, for statistics of codes and an adaptive weight.
         for micro_batch in gan_loss.micro_batches(batch, step):

@@ -5,9 +5,9 @@ al. 2023; Ma et al. 2024, "SiT"): images of a class out of noise, in one file.
     python reference/dit.py latents/ --model runs/vae     # writes dit.safetensors, dit.json and dit.png
     python reference/dit.py latents/ --depth 4 --dim 256 --max_steps 2000
 
-It is a witness: the better a transformer of a given size predicts latents after a given number of updates, the easier
-it is to generate from the autoencoder that made them. So it reports its loss on held-out latents, per dimension of
-latents whose channels have mean 0 and deviation 1: an autoencoder cannot lower that loss by a change of scale.
+It is a witness: what a small transformer cannot predict after a few updates, a large one will find harder, too. So it
+reports its loss on held-out latents, per dimension of latents whose channels have mean 0 and deviation 1: an
+autoencoder cannot lower that loss by a change of scale. Compare only latents of one shape.
 
 Latents x and noise e give points x_t = (1 - t) x + t e on a straight line, and the model predicts its direction, the
 velocity e - x, from x_t, t and the class. Samples follow the predicted velocity from noise, at t = 1, to t = 0.
@@ -56,8 +56,8 @@ def read_latents(folder: str) -> tuple[Tensor, Tensor, Tensor]:
     same again without --with_flip, and the classes int64 (n,)."""
     root = Path(folder)
     index = json.loads((root / "index.json").read_text())
-    if index["latent"] == "moments":
-        raise SystemExit(f"{folder} holds moments: give encode.py --latent mean or sample")
+    if index.get("latent") not in ("mean", "sample") or index["scaled"]:
+        raise SystemExit(f"{folder} holds codes, moments or scaled latents: give encode.py --latent mean, not --scaled")
     shards = [load_file(root / shard["file"]) for shard in index["shards"]]
     plain, labels = (torch.cat([shard[name] for shard in shards]) for name in ("latents", "labels"))
     mirrored = torch.cat([shard["latents_flip"] for shard in shards]) if index["with_flip"] else plain
@@ -216,6 +216,7 @@ def main() -> None:
     order = torch.randperm(len(plain))
     held_out, trained = order[:n_held_out], order[n_held_out:]
     deviation, mean = torch.std_mean(plain[trained], (0, 2, 3), keepdim=True)
+    deviation = deviation.clamp_min(1e-6)  # of a channel that says nothing
     views = torch.stack([(view - mean) / deviation for view in (plain, mirrored)])
     model = DiT(settings, plain.shape[1:], num_classes=int(labels.max()) + 1).to(device)
     ema = copy.deepcopy(model)

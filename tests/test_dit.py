@@ -106,5 +106,5 @@ def test_from_a_folder_of_latents_to_a_picture(latents, tmp_path):
 
 def test_moments_are_refused_in_one_line(tmp_path):
     (tmp_path / "index.json").write_text(json.dumps({"latent": "moments"}))
-    with pytest.raises(SystemExit, match="holds moments"):
+    with pytest.raises(SystemExit, match="holds codes, moments or scaled latents"):
         dit.read_latents(str(tmp_path))

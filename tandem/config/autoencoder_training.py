@@ -39,15 +39,15 @@ class LatentRegularizerFlags:
 
     equivariance_weight: float = flag(
         0.0,
-        "weight of a second reconstruction error: latents are shrunk and turned, at random for each image, and the "
-        "decoder has to make of them the image that is shrunk and turned likewise (EQ-VAE); 0: none",
+        "weight of a second reconstruction error: latents are turned, at random for each image, and often shrunk, to "
+        "one size for each update, and the decoder has to make of them the images changed likewise (EQ-VAE); 0: none",
         non_negative_float,
         title="latents that are easy to generate",
     )
     latent_noise: float = flag(
         0.0,
-        "with S this number, the decoder is trained on (1 - t) z + t S e in place of latents z, with normal noise e "
-        "and t from 0 to 1, both drawn for each image (l-DeTok, whose S is 3); 0: no noise",
+        "with S this number, the decoder is trained on (1 - t) z + t S e in place of latents, or entries of codes, z, "
+        "with standard normal e and t uniform from 0 to 1, both drawn for each image (l-DeTok: S 3); 0: no noise",
         non_negative_float,
     )
 

@@ -144,8 +144,7 @@ def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -
         try:
             with _open_image(file) as image:
                 picture = decode_picture(image, image_size, channels, **options)
-                # Pictures that phones put behind a JPEG (MPO) do not count.
-                if image.format != "MPO" and getattr(image, "is_animated", False):
+                if _has_more_pictures(image):
                     report_partial_read("it holds several pictures, of which the first is read")
                 return picture
         except SampleIncomplete:
@@ -157,6 +156,13 @@ def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -
             with contextlib.suppress(ValueError), _open_image(stripped_file) as image:
                 return decode_picture(image, image_size, channels, **options)
             raise
+
+
+def _has_more_pictures(image: Image.Image) -> bool:
+    """Whether the file has several pages or frames. Pictures that phones put behind a JPEG (MPO) do not count."""
+    with contextlib.suppress(Exception):  # a second frame that is cut off
+        return image.format != "MPO" and bool(getattr(image, "is_animated", False))
+    return False
 
 
 def _strip_png(file: Any) -> io.BytesIO | None:

@@ -3,9 +3,10 @@
 In WAV, AIFF and FLAC files only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which
 reads about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. If the
 header of an MP3 file of variable bit rate does not state the length, libsndfile estimates it, and sound behind the
-estimate is never read. A FLAC file whose header does not state the length, as after writing to a pipe, is decoded once
-to count its samples. A truncated Ogg file is read without an error; a truncated file of another format raises an error
-if a part of the clip is missing. A chained Ogg file is refused, because libsndfile reads its first part only.
+estimate is never read. A FLAC file whose header does not state the length, as after writing to a pipe, is first decoded
+as a whole, to count its samples. A truncated Ogg file is read without an error; a truncated file of another format
+raises an error if a part of the clip is missing. A chained Ogg file is refused, because libsndfile reads its first part
+only.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def _check_not_chained(sound: Any, file: RandomAccessFile) -> None:
 
 
 def _state_flac_length(file: RandomAccessFile) -> io.BytesIO:
-    """A copy of a FLAC file whose header states its length, which is counted by decoding it: up to its last whole
-    frame. Raises ValueError, in one line, if it has none."""
+    """A copy of a FLAC file whose header states its length, which is counted by decoding it: up to where it is cut off
+    or damaged. Raises ValueError, in one line, if no sample can be decoded."""
     import soundfile
 
     class ForwardSound(soundfile.SoundFile):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ _DEFAULT_RATE = 25.0  # frames per second of a file that states none
 _MAX_PIXEL_ASPECT = 8.0  # width over height or height over width; larger values are errors
 _MAX_REORDERED = 16  # so many packets after a seek may lack a decoding time (dts)
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
+_DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,9 @@ class Video:
         stream, container = self._stream, self._container
         if stream.duration:
             return self.start + stream.duration
+        if tag := _DURATION_TAG.match(stream.metadata.get("DURATION", "")):  # Matroska's, counted from 0
+            hours, minutes, seconds = map(float, tag.groups())
+            return (3600 * hours + 60 * minutes + seconds) * self.ticks_per_second
         if container.duration:
             return self._ticks((container.start_time or 0) + container.duration)
         self._has_moved = True

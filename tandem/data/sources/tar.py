@@ -363,6 +363,8 @@ def _read_members(
         else:
             name = os.fsdecode(extended.get("path") or _parse_name(header))
             size = 0 if kind in _CONTENTLESS else int(extended.get("size", size))
+            if kind == b"S" or any(key.startswith("GNU.sparse.") for key in extended):
+                raise ValueError(f"{name!r} is a sparse file: write the tar without --sparse")
             if size < 0:
                 raise ValueError(f"{name!r} has a size below 0")
             if begin + size > n_bytes:

@@ -119,6 +119,7 @@ class VideoTokenizer(Autoencoder):
         if change is not None:
             latents = self.quantizer.requantize(transform(z, change))
             transformed, _ = self._decode(latents)
+            transformed = transformed.squeeze(2) if videos.dim() == 4 else transformed
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
         if videos.dim() == 4:
             reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)

@@ -136,8 +136,9 @@ class GANLoss:
             return
         batch_losses = []
         for micro_batch in self._divide(batch, step, self._generator):
+            inputs = {name: value for name, value in micro_batch.generator_inputs.items() if name != "change"}
             with recomputation(), torch.no_grad():
-                out = self._generator(micro_batch.images, **micro_batch.generator_inputs)
+                out = self._generator(micro_batch.images, **inputs)
             batch_losses.append(self._image_losses(out, micro_batch))
         weight = self._gan_weight(batch_losses)
         for micro_batch, losses in zip(self._divide(batch, step, self._generator), batch_losses, strict=True):

@@ -26,24 +26,48 @@ class LatentLosses:
 
     Args:
         config: `LatentRegularizerFlags`; of a model with continuous latents also `LatentLossFlags`.
-        model: The generator's model, a `VQGAN` or a `VideoTokenizer`.
+        generator: Engine of a `VQGAN` or a `VideoTokenizer`.
         samples: Key of the samples (b, c, ..., h, w) in a micro-batch of the loader.
         pixel_loss, perceptual_loss: As in `GANLoss`.
+
+    Raises:
+        ValueError: one line, if latents of a single place are to be equivariant.
     """
 
     def __init__(
-        self, config: Any, model: Any, samples: str, device: torch.device,
+        self, config: Any, generator: Any, samples: str, device: torch.device,
         pixel_loss: Callable[[Tensor, Tensor], Tensor], perceptual_loss: Callable[..., Tensor] | None,
     ) -> None:  # fmt: skip
-        self._config, self._model, self._samples, self._device = config, model, samples, device
+        self._config, self._generator, self._samples, self._device = config, generator, samples, device
         self._pixel_loss, self._perceptual_loss = pixel_loss, perceptual_loss
         self._is_sampled = config.quantizer == KL and config.latent == "sample"
         names = ("latents", "latent noise", "noise level", "transformed size", "turns")
         self._latents, self._noise, self._level, self._size, self._turns = (Noise(config.seed, name) for name in names)
 
+        side, frames = config.image_size, [1] if samples == "videos" else []
+        latent_side = generator.module.latent_shape(*frames, side, side)[-1]
+        self._sizes = possible_sizes(latent_side)
+        if config.equivariance_weight and latent_side == 1:
+            raise ValueError("--equivariance_weight: images have a single latent, which cannot be turned")
+
+    def size(self, step: int) -> int:
+        """`Transform.quarters` of update `step`, which decides how much it computes; 4 without a change. All samples of
+        an update get one size: the processes of FSDP and ZeRO 3 have to make equally many passes through the
+        decoder."""
+        if not self._config.equivariance_weight:
+            return 4
+        return self._sizes[int(self._size.uniform(step, [0], ()).item() * len(self._sizes))]
+
+    def update_kind(self, kind: Callable[..., Any]) -> Callable[..., Any]:
+        """An `update_kind` of `training.updates` that tells sizes apart, too."""
+        return lambda step, batch=None: (kind(step, batch), self.size(step))
+
     def inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Further arguments of the generator for the samples of a micro-batch in update `step`."""
-        positions, shape = micro_batch["positions"], self._model.latent_shape(*micro_batch[self._samples].shape[2:])
+        positions, shape = (
+            micro_batch["positions"],
+            self._generator.module.latent_shape(*micro_batch[self._samples].shape[2:]),
+        )
         inputs: dict[str, Any] = {}
         if self._is_sampled:
             inputs["noise"] = self._latents.normal(step, positions, shape, self._device)
@@ -53,27 +77,26 @@ class LatentLosses:
             levels = to_device(self._level.uniform(step, positions, ()), self._device)
             inputs["latent_noise"], inputs["noise_levels"] = noise, levels
         if self._config.equivariance_weight:
-            inputs["change"] = self._draw_change(step, positions, shape[-1])
+            inputs["change"] = self._draw_change(step, positions)
         return inputs
 
     def terms(self, out: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The terms by name, 0-d and unweighted: "equivariance", the reconstruction error between images that are
+        """The terms by name, 0-d and unweighted: "equivariance_loss", the reconstruction error between images that are
         shrunk and turned, and what the decoder makes of their latents, shrunk and turned in the same way; without
         --equivariance_weight none."""
         if out.transformed is None:
             return {}
         target = transform(micro_batch.images, micro_batch.generator_inputs["change"])
-        loss = self._pixel_loss(out.transformed, target)
-        if self._perceptual_loss is not None and target.shape[-1] >= _SMALLEST_PERCEPTUAL_SIDE:
-            distance = self._perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
-            loss = loss + self._config.perceptual_loss_weight * distance
-        return {"equivariance": loss}
+        with self._generator.autocast():
+            loss = self._pixel_loss(out.transformed, target)
+            if self._perceptual_loss is not None and target.shape[-1] >= _SMALLEST_PERCEPTUAL_SIDE:
+                distance = self._perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
+                loss = loss + self._config.perceptual_loss_weight * distance
+        return {"equivariance_loss": loss}
 
-    def _draw_change(self, step: int, positions: Sequence[int], side: int) -> Transform:
-        """The change of the samples of a micro-batch, whose latents have this side. All samples of an update get one
-        size: the processes of FSDP and ZeRO 3 have to make equally many passes through the decoder."""
-        sizes = possible_sizes(side)
-        quarters = sizes[int(self._size.uniform(step, [0], ()).item() * len(sizes))]
+    def _draw_change(self, step: int, positions: Sequence[int]) -> Transform:
+        """The change of the samples of a micro-batch."""
+        quarters = self.size(step)
         fractions = self._turns.uniform(step, positions, ())  # on the CPU, so that every device draws the same
         least = 1 if quarters == 4 else 0  # an image that is neither shrunk nor turned says nothing
         return Transform(quarters, to_device(least + (fractions * (4 - least)).long(), self._device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import math
@@ -221,6 +222,17 @@ def test_that_of_several_pictures_in_a_file_the_first_is_read_is_told(inside, tm
         with collect_partial_reads() as reasons:
             decode_image(entry, 16, 3)
         assert reasons == ["it holds several pictures, of which the first is read"] * (name in more), name
+
+
+def test_a_second_frame_that_is_cut_off_spoils_no_first_one(tmp_path):
+    content = several("gif", 64, 64)
+    first = decode_image(FileRef.in_memory(content, "a"), 16, 3)
+    read = 0
+    for size in range(len(content) // 2, len(content)):  # the first frame ends near the middle
+        with contextlib.suppress(ValueError):
+            assert torch.equal(decode_image(FileRef.in_memory(content[:size], "a"), 16, 3), first)
+            read += 1
+    assert read > 100
 
 
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end.

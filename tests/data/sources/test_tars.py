@@ -281,7 +281,7 @@ def test_members_that_are_part_of_no_sample_are_counted(tmp_path):
     names = ["0.png", "0.txt", "0.cls", "1.png", "1.json", "1.txt", "b/2.txt", "3.npy", "4.x.pdf", "README", ".5.png"]
     path = made_of(tmp_path / "a.tar", *names)
     with tarfile.open(path, "a") as tar:
-        for number, kind in enumerate((tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.GNUTYPE_SPARSE)):
+        for number, kind in enumerate((tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE)):
             member = tarfile.TarInfo(f"{6 + number}.png")
             member.type, member.linkname = kind, "0.png"
             tar.addfile(member)
@@ -297,6 +297,15 @@ def test_members_that_are_part_of_no_sample_are_counted(tmp_path):
     said = one_line(opened, made_of(tmp_path / "c.tar", "0.txt", "0.gif"))
     assert said.endswith("2 members are skipped in " + f"{str(tmp_path / 'c.tar')!r}: 1 .txt, 1 .gif; 1 of them beside "
                          "no image of the same name, such as '0.txt'")  # fmt: skip
+
+
+def test_a_sparse_member_is_refused_in_one_line(tmp_path):
+    path = made_of(tmp_path / "a.tar", "0.png")
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("1.png")
+        member.type = tarfile.GNUTYPE_SPARSE
+        tar.addfile(member)
+    assert "'1.png' is a sparse file: write the tar without --sparse" in one_line(opened, path)
 
 
 @pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])

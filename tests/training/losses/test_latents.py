@@ -1,6 +1,7 @@
 """Noise on latents and equivariant latents: functions of the seed, the update and the place in the batch, against
 computations by hand."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,12 +22,16 @@ def model(quantizer="kl", **arguments):
     return VQGAN.from_dict({"image_size": SIDE, "dim": 8, "num_layers": 2, "quantizer": quantizer, **arguments})
 
 
+def engine(module):
+    return SimpleNamespace(module=module, autocast=nullcontext)
+
+
 def losses(generator, **flags):
     config = SimpleNamespace(
         **{"seed": 3, "quantizer": "kl", "latent": "sample", "equivariance_weight": 0.0, "latent_noise": 0.0,
-           "perceptual_loss_weight": 1.0, **flags}
+           "perceptual_loss_weight": 1.0, "image_size": SIDE, **flags}
     )  # fmt: skip
-    return LatentLosses(config, generator, "images", CPU, F.l1_loss, None)
+    return LatentLosses(config, engine(generator), "images", CPU, F.l1_loss, None)
 
 
 def batch(*positions):
@@ -91,7 +96,7 @@ def test_the_term_is_the_error_of_changed_latents_against_changed_images(quantiz
         z = F.avg_pool2d(torch.rot90(z, turns, (2, 3)), 2)
         made = generator.decode(z if quantizer == "kl" else generator.quantizer.codes(z))
         errors.append((made - F.avg_pool2d(torch.rot90(image, turns, (2, 3)), 2)).abs().mean())
-    assert terms["equivariance"].item() == pytest.approx(torch.stack(errors).mean().item(), rel=1e-5)
+    assert terms["equivariance_loss"].item() == pytest.approx(torch.stack(errors).mean().item(), rel=1e-5)
 
 
 def test_the_term_trains_encoder_and_decoder_and_teaches_a_codebook_nothing():
@@ -112,12 +117,22 @@ def test_a_video_gets_noise_of_the_shape_of_its_codes_and_one_change_for_all_fra
     ).eval()
     videos = torch.rand(2, 3, 5, SIDE, SIDE)
     config = SimpleNamespace(
-        seed=0, quantizer="lfq", equivariance_weight=1.0, latent_noise=1.0, perceptual_loss_weight=1.0
+        seed=0, quantizer="lfq", equivariance_weight=1.0, latent_noise=1.0, perceptual_loss_weight=1.0, image_size=SIDE
     )
-    latent_losses = LatentLosses(config, generator, "videos", CPU, F.mse_loss, None)
+    latent_losses = LatentLosses(config, engine(generator), "videos", CPU, F.mse_loss, None)
     inputs = latent_losses.inputs({"videos": videos, "positions": [0, 1]}, 0)
     out = generator(videos, **inputs)
     changed = transform(videos, inputs["change"])
     assert out.transformed.shape == changed.shape
     terms = latent_losses.terms(out, MicroBatch(videos, inputs, {}, is_adversarial=False))
-    assert terms["equivariance"].item() == pytest.approx(F.mse_loss(out.transformed, changed).item())
+    assert terms["equivariance_loss"].item() == pytest.approx(F.mse_loss(out.transformed, changed).item())
+
+
+def test_updates_of_other_sizes_are_of_other_kinds_and_a_single_latent_is_refused():
+    latent_losses = losses(model(), equivariance_weight=1.0)
+    kind = latent_losses.update_kind(lambda step, batch: step == 0)
+    assert [kind(step) for step in range(9)] == [(step == 0, latent_losses.size(step)) for step in range(9)]
+    assert len({latent_losses.size(step) for step in range(40)}) == 3
+    assert losses(model()).update_kind(lambda step, batch: 1)(5) == (1, 4)
+    with pytest.raises(ValueError, match="a single latent"):
+        losses(model(), equivariance_weight=1.0, image_size=4)

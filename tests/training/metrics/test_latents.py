@@ -21,8 +21,8 @@ def test_energies_are_those_of_scipys_cosine_transform():
     expected = scipy.fft.dctn(x.numpy(), axes=(2, 3), norm="ortho") ** 2
     band = np.maximum.outer(np.arange(16), np.arange(16)) * BANDS // 16
     for sample in range(2):
-        energies = [expected[sample][:, band == number].sum() for number in range(BANDS)]
-        energies[0] -= expected[sample, :, 0, 0].sum()
+        energies = [expected[sample][:, band == number].sum() / (3 * 16 * 16) for number in range(BANDS)]
+        energies[0] -= expected[sample, :, 0, 0].sum() / (3 * 16 * 16)
         np.testing.assert_allclose(band_energies(x)[sample].numpy(), energies, rtol=1e-10)
 
 
@@ -67,14 +67,17 @@ def test_channels_have_their_mean_and_deviation_and_a_constant_one_is_dead():
 def test_any_number_of_processes_has_the_bits_and_the_latents_of_one():
     images = torch.rand(10, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 
+    def encode(images):
+        return 20 * pool(images)
+
     def measure(process):
-        measures = LatentMeasures(pool, (3, 8, 8), "cpu")
+        measures = LatentMeasures(encode, (3, 8, 8), "cpu")
         for first in range(0, 10, 2)[process.rank :: process.world_size]:
-            measures.add(images[first : first + 2], pool(images[first : first + 2]), [first, first + 1])
+            measures.add(images[first : first + 2], encode(images[first : first + 2]), [first, first + 1])
         return measures.statistics.result(process.sum), measures.all_latents(12, process.sum)
 
     ((expected, latents),) = on_processes(1, measure)
-    assert torch.equal(latents, pool(images))
+    assert torch.equal(latents, encode(images))
     for found, gathered in on_processes(3, measure):
         assert found == expected and torch.equal(gathered, latents)
 
