@@ -11,11 +11,23 @@ from torch.nn import functional as F
 
 
 class Transform(NamedTuple):
-    """A change of samples: their side becomes `quarters` / 4 of itself, and each is turned counter-clockwise by its
-    number of `turns`, int64 (b,) on the samples' device, times 90 degrees."""
+    """Shrinks samples (b, c, ..., h, h), whose side becomes `quarters` / 4 of itself, and turns each of them
+    counter-clockwise by its number of `turns`, int64 (b,) on the samples' device, times 90 degrees."""
 
     quarters: int
     turns: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(b, c, ..., h, h) -> (b, c, ..., h', h'). Samples are shrunk bilinearly between the nearest places, as the
+        authors of EQ-VAE do it."""
+        samples, turns = x, self.turns.view(-1, *[1] * (x.dim() - 1))
+        for number in (1, 2, 3):  # all turns of all samples: no graph of torch.compile depends on the drawn ones
+            samples = torch.where(turns == number, torch.rot90(x, number, (-2, -1)), samples)
+        if self.quarters == 4:
+            return samples
+        side = x.shape[-1] * self.quarters // 4
+        images = F.interpolate(samples.flatten(1, -3), size=(side, side), mode="bilinear", align_corners=False)
+        return images.unflatten(1, samples.shape[1:-2])  # frames were channels
 
 
 def possible_sizes(side: int) -> list[int]:
@@ -24,16 +36,3 @@ def possible_sizes(side: int) -> list[int]:
     return [
         quarters for quarters in (4, 3, 2, 1) if quarters == 4 or (side * quarters % 4 == 0 and side * quarters > 4)
     ]
-
-
-def transform(x: Tensor, change: Transform) -> Tensor:
-    """Samples (b, c, ..., h, h) -> (b, c, ..., h', h'). They are shrunk bilinearly between the nearest places, as the
-    authors of EQ-VAE do it."""
-    samples, turns = x, change.turns.view(-1, *[1] * (x.dim() - 1))
-    for number in (1, 2, 3):  # all turns of all samples: no graph of torch.compile depends on the drawn ones
-        samples = torch.where(turns == number, torch.rot90(x, number, (-2, -1)), samples)
-    if change.quarters == 4:
-        return samples
-    side = x.shape[-1] * change.quarters // 4
-    images = F.interpolate(samples.flatten(1, -3), size=(side, side), mode="bilinear", align_corners=False)
-    return images.unflatten(1, samples.shape[1:-2])  # frames were channels

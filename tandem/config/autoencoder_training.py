@@ -39,15 +39,15 @@ class LatentRegularizerFlags:
 
     equivariance_weight: float = flag(
         0.0,
-        "weight of a second reconstruction error: latents are turned, at random for each image, and often shrunk, to "
-        "one size for each update, and the decoder has to make of them the images changed likewise (EQ-VAE); 0: none",
+        "weight of a second reconstruction error (EQ-VAE): latents are turned and shrunk at random, and the decoder "
+        "has to make of them the images, turned and shrunk likewise; 0: none",
         non_negative_float,
         title="latents that are easy to generate",
     )
     latent_noise: float = flag(
         0.0,
-        "with S this number, the decoder is trained on (1 - t) z + t S e in place of latents, or entries of codes, z, "
-        "with standard normal e and t uniform from 0 to 1, both drawn for each image (l-DeTok: S 3); 0: no noise",
+        "deviation S of normal noise e in training (l-DeTok: 3): in place of latents (or entries of codes) z "
+        "the decoder gets (1-t)*z + t*S*e, with t from 0 to 1 drawn for each image; 0: no noise",
         non_negative_float,
     )
 

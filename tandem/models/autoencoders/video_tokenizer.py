@@ -26,7 +26,7 @@ from tandem.models.layers.video.blocks import (
 from tandem.models.layers.video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.base import straight_through
-from tandem.transforms import Transform, transform
+from tandem.transforms import Transform
 
 
 class VideoTokenizerOutput(NamedTuple):
@@ -42,7 +42,7 @@ class VideoTokenizerOutput(NamedTuple):
     """(b, init_dim, f, h / patch_size, w / patch_size): input of the decoder's last convolution, detached; for
     `VideoTokenizer.last_layer_gradient`."""
     transformed: Tensor | None = None
-    """What the decoder makes of changed latents, fp32 (b, c, f, h', w'); None without a change."""
+    """What the decoder makes of transformed latents, fp32 (b, c, f, h', w'); None without a `transform`."""
 
 
 class VideoTokenizer(Autoencoder):
@@ -92,12 +92,12 @@ class VideoTokenizer(Autoencoder):
 
     def forward(
         self, videos: Tensor, *, latent_noise: Tensor | None = None, noise_levels: Tensor | None = None,
-        change: Transform | None = None, accumulate_stats: bool = False,
+        transform: Transform | None = None, accumulate_stats: bool = False,
     ) -> VideoTokenizerOutput | None:  # fmt: skip
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
-            latent_noise, noise_levels, change: As for `VQGAN.forward`; a change is of videos.
+            latent_noise, noise_levels, transform: As for `VQGAN.forward`.
             accumulate_stats: Only add the videos to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
 
@@ -116,8 +116,8 @@ class VideoTokenizer(Autoencoder):
             codes = torch.cat([self.quantizer.codes(chunk) for chunk in chunks], dim=1)
             quantized = straight_through(self.quantizer.decode_codes(codes).detach(), quantized)
         transformed = None
-        if change is not None:
-            latents = self.quantizer.requantize(transform(z, change))
+        if transform is not None:
+            latents = self.quantizer.requantize(transform(z))
             transformed, _ = self._decode(latents)
             transformed = transformed.squeeze(2) if videos.dim() == 4 else transformed
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))

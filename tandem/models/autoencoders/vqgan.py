@@ -29,7 +29,7 @@ from tandem.models.layers.convolutional import (
 from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.gaussian import compute_scale
-from tandem.transforms import Transform, transform
+from tandem.transforms import Transform
 
 from .taming import count_halvings, make_body
 
@@ -48,7 +48,7 @@ class VQGANOutput(NamedTuple):
     features: Tensor
     """(b, dim, h, w): input of the decoder's last layer, detached; for `VQGAN.last_layer_gradient`."""
     transformed: Tensor | None = None
-    """What the decoder makes of changed latents, fp32 (b, c, h', w'); None without a change."""
+    """What the decoder makes of transformed latents, fp32 (b, c, h', w'); None without a `transform`."""
 
 
 class VQGAN(Autoencoder):
@@ -129,7 +129,7 @@ class VQGAN(Autoencoder):
 
     def forward(
         self, images: Tensor, noise: Tensor | None = None, *, latent_noise: Tensor | None = None,
-        noise_levels: Tensor | None = None, change: Transform | None = None, accumulate_stats: bool = False,
+        noise_levels: Tensor | None = None, transform: Transform | None = None, accumulate_stats: bool = False,
     ) -> VQGANOutput | None:  # fmt: skip
         """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
@@ -138,7 +138,7 @@ class VQGAN(Autoencoder):
             latent_noise: (b, *latent_shape). With noise levels t, the decoder gets (1 - t) z + t latent_noise in the
                 place of the latents, or the entries of codes, z.
             noise_levels: (b,) in [0, 1].
-            change: What is done to the latents for `VQGANOutput.transformed`; None for nothing.
+            transform: Of the latents, for `VQGANOutput.transformed`.
             accumulate_stats: Only add the images to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
         """
@@ -148,8 +148,8 @@ class VQGAN(Autoencoder):
             return None
         quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
         transformed = None
-        if change is not None:
-            latents = self.quantizer.requantize(transform(z if self.num_codes else quantized, change))
+        if transform is not None:
+            latents = self.quantizer.requantize(transform(z if self.num_codes else quantized))
             transformed, _ = self._decode(latents)
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
         return VQGANOutput(reconstruction, codes, losses, features.detach(), transformed)

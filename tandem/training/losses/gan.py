@@ -136,7 +136,7 @@ class GANLoss:
             return
         batch_losses = []
         for micro_batch in self._divide(batch, step, self._generator):
-            inputs = {name: value for name, value in micro_batch.generator_inputs.items() if name != "change"}
+            inputs = {name: value for name, value in micro_batch.generator_inputs.items() if name != "transform"}
             with recomputation(), torch.no_grad():
                 out = self._generator(micro_batch.images, **inputs)
             batch_losses.append(self._image_losses(out, micro_batch))

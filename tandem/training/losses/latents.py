@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.config.models.taming import KL
 from tandem.devices import to_device
 from tandem.training.noise import Noise
-from tandem.transforms import Transform, possible_sizes, transform
+from tandem.transforms import Transform, possible_sizes
 
 if TYPE_CHECKING:
     from tandem.training.losses.gan import MicroBatch
@@ -51,9 +51,8 @@ class LatentLosses:
             raise ValueError("--equivariance_weight: images have a single latent, which cannot be turned")
 
     def size(self, step: int) -> int:
-        """`Transform.quarters` of update `step`, which decides how much it computes; 4 without a change. All samples of
-        an update get one size: the processes of FSDP and ZeRO 3 have to make equally many passes through the
-        decoder."""
+        """`Transform.quarters` of update `step`, which decides how much it computes; 4 without a transform. It is the
+        same for all samples: the processes of FSDP and ZeRO 3 have to make equally many passes through the decoder."""
         if not self._config.equivariance_weight:
             return 4
         return self._sizes[int(self._size.uniform(step, [0], ()).item() * len(self._sizes))]
@@ -77,7 +76,7 @@ class LatentLosses:
             levels = to_device(self._level.uniform(step, positions, ()), self._device)
             inputs["latent_noise"], inputs["noise_levels"] = noise, levels
         if self._config.equivariance_weight:
-            inputs["change"] = self._draw_change(step, positions)
+            inputs["transform"] = self._draw_transform(step, positions)
         return inputs
 
     def terms(self, out: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
@@ -86,7 +85,7 @@ class LatentLosses:
         --equivariance_weight none."""
         if out.transformed is None:
             return {}
-        target = transform(micro_batch.images, micro_batch.generator_inputs["change"])
+        target = micro_batch.generator_inputs["transform"](micro_batch.images)
         with self._generator.autocast():
             loss = self._pixel_loss(out.transformed, target)
             if self._perceptual_loss is not None and target.shape[-1] >= _SMALLEST_PERCEPTUAL_SIDE:
@@ -94,8 +93,8 @@ class LatentLosses:
                 loss = loss + self._config.perceptual_loss_weight * distance
         return {"equivariance_loss": loss}
 
-    def _draw_change(self, step: int, positions: Sequence[int]) -> Transform:
-        """The change of the samples of a micro-batch."""
+    def _draw_transform(self, step: int, positions: Sequence[int]) -> Transform:
+        """The transform of the samples of a micro-batch."""
         quarters = self.size(step)
         fractions = self._turns.uniform(step, positions, ())  # on the CPU, so that every device draws the same
         least = 1 if quarters == 4 else 0  # an image that is neither shrunk nor turned says nothing

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tandem.devices import fp64_device
 from tandem.hashing import Draws
-from tandem.transforms import Transform, possible_sizes, transform
+from tandem.transforms import Transform, possible_sizes
 
 from .averages import AllReduce, identity
 
@@ -36,20 +36,20 @@ class LatentStatistics:
     ) -> None:
         self._encode, self.shape = encode, tuple(shape)
         channels, side = self.shape[0], self.shape[-1]
-        changes = [(4, 1), (4, 2), (4, 3), *((quarters, 0) for quarters in possible_sizes(side)[1:])]
-        self._changes = changes  # the `Transform.quarters` and turns of all images, of each error
+        transforms = [(4, 1), (4, 2), (4, 3), *((quarters, 0) for quarters in possible_sizes(side)[1:])]
+        self._transforms = transforms  # the `Transform.quarters` and turns of all images, of each error
         # Number of images; means and mean squares of the channels; energies of the bands of latents and of images, and
-        # the relative errors of the changes.
-        n = 1 + 2 * channels + 2 * BANDS + len(changes)
+        # the relative errors of the transforms.
+        n = 1 + 2 * channels + 2 * BANDS + len(transforms)
         self._sums = torch.zeros(n, dtype=torch.float64, device=fp64_device(device))
-        self._sizes = (1, channels, channels, BANDS, BANDS, len(changes))
+        self._sizes = (1, channels, channels, BANDS, BANDS, len(transforms))
 
     @torch.no_grad()
     def add(self, images: Tensor, latents: Tensor) -> None:
         """Add images (b, c, h, w) in [0, 1] and their latents (b, d, h', w')."""
         wide = latents.to(self._sums)
         shrunk = F.adaptive_avg_pool2d(images.float(), (latents.shape[-2], latents.shape[-1]))
-        errors = [self._equivariance_error(images, latents, *change) for change in self._changes]
+        errors = [self._equivariance_error(images, latents, *arguments) for arguments in self._transforms]
         terms = [
             wide.new_ones(len(wide), 1), wide.mean((2, 3)), wide.square().mean((2, 3)), band_energies(wide),
             band_energies(shrunk.to(self._sums)),
@@ -75,11 +75,11 @@ class LatentStatistics:
         }
 
     def _equivariance_error(self, images: Tensor, latents: Tensor, quarters: int, turns: int) -> Tensor:
-        """|T E(x) - E(T x)|^2 / |E(T x)|^2 of each image for one change T, (b,)."""
-        change = Transform(quarters, torch.full((len(images),), turns, device=images.device))
+        """|T E(x) - E(T x)|^2 / |E(T x)|^2 of each image for one transform T, (b,)."""
+        transform = Transform(quarters, torch.full((len(images),), turns, device=images.device))
         changed_latents, latents_of_changed = (
-            transform(latents.float(), change),
-            self._encode(transform(images, change)),
+            transform(latents.float()),
+            self._encode(transform(images)),
         )
         error, size = (
             x.square().flatten(1).sum(1)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tandem.models import VQGAN, VideoTokenizer
 from tandem.training.losses.gan import MicroBatch
 from tandem.training.losses.latents import LatentLosses
-from tandem.transforms import Transform, transform
+from tandem.transforms import Transform
 
 SIDE = 16
 CPU = torch.device("cpu")
@@ -51,8 +51,8 @@ def test_what_a_sample_gets_does_not_depend_on_how_the_batch_is_divided():
     whole, part = (losses(model(), **ALL).inputs(batch(*places), 5) for places in (range(8), (3, 6)))
     for name in ("noise", "latent_noise", "noise_levels"):
         assert torch.equal(whole[name][[3, 6]], part[name])
-    assert whole["change"].quarters == part["change"].quarters
-    assert torch.equal(whole["change"].turns[[3, 6]], part["change"].turns)
+    assert whole["transform"].quarters == part["transform"].quarters
+    assert torch.equal(whole["transform"].turns[[3, 6]], part["transform"].turns)
 
 
 def test_the_noise_has_the_deviation_of_its_flag_and_levels_are_uniform():
@@ -64,10 +64,10 @@ def test_the_noise_has_the_deviation_of_its_flag_and_levels_are_uniform():
 
 
 def test_all_sizes_and_turns_occur_but_the_image_as_it_is():
-    drawn = [losses(model(), **ALL).inputs(batch(*range(8)), step)["change"] for step in range(40)]
-    assert {change.quarters for change in drawn} == {4, 3, 2}  # a quarter of 4 places would be a single one
+    drawn = [losses(model(), **ALL).inputs(batch(*range(8)), step)["transform"] for step in range(40)]
+    assert {transform.quarters for transform in drawn} == {4, 3, 2}  # a quarter of 4 places would be a single one
     for quarters in (4, 3, 2):
-        turns = {turn for change in drawn if change.quarters == quarters for turn in change.turns.tolist()}
+        turns = {turn for transform in drawn if transform.quarters == quarters for turn in transform.turns.tolist()}
         assert turns == ({1, 2, 3} if quarters == 4 else {0, 1, 2, 3})
 
 
@@ -86,13 +86,13 @@ def test_the_decoder_gets_latents_mixed_with_noise():
 def test_the_term_is_the_error_of_changed_latents_against_changed_images(quantizer, more):
     generator = model(quantizer, **more).eval()
     latent_losses = losses(generator, quantizer=quantizer, latent="mode", equivariance_weight=1.0)
-    images, change = batch(0, 1)["images"], Transform(2, torch.tensor([1, 2]))
-    out = generator(images, change=change)
-    terms = latent_losses.terms(out, MicroBatch(images, {"change": change}, {}, is_adversarial=False))
+    images, transform = batch(0, 1)["images"], Transform(2, torch.tensor([1, 2]))
+    out = generator(images, transform=transform)
+    terms = latent_losses.terms(out, MicroBatch(images, {"transform": transform}, {}, is_adversarial=False))
     errors = []
-    for image, turns in zip(images[:, None], change.turns.tolist(), strict=True):
+    for image, turns in zip(images[:, None], transform.turns.tolist(), strict=True):
         z = generator._encode(image)
-        z = generator.quantizer.codes(z) if quantizer == "kl" else z  # codes are chosen after the change
+        z = generator.quantizer.codes(z) if quantizer == "kl" else z  # codes are chosen after the transform
         z = F.avg_pool2d(torch.rot90(z, turns, (2, 3)), 2)
         made = generator.decode(z if quantizer == "kl" else generator.quantizer.codes(z))
         errors.append((made - F.avg_pool2d(torch.rot90(image, turns, (2, 3)), 2)).abs().mean())
@@ -101,9 +101,9 @@ def test_the_term_is_the_error_of_changed_latents_against_changed_images(quantiz
 
 def test_the_term_trains_encoder_and_decoder_and_teaches_a_codebook_nothing():
     generator = model("vq", codebook_size=16).train()
-    images, change = batch(*range(4))["images"], Transform(2, torch.tensor([0, 1, 2, 3]))
+    images, transform = batch(*range(4))["images"], Transform(2, torch.tensor([0, 1, 2, 3]))
     averages = {name: value.clone() for name, value in generator.quantizer.state_dict().items()}
-    z = transform(generator._encode(images), change)
+    z = transform(generator._encode(images))
     generator.quantizer.requantize(z).square().sum().backward()
     assert generator.encoder[0].weight.grad.abs().max() > 0
     assert all(torch.equal(value, averages[name]) for name, value in generator.quantizer.state_dict().items())
@@ -122,7 +122,7 @@ def test_a_video_gets_noise_of_the_shape_of_its_codes_and_one_change_for_all_fra
     latent_losses = LatentLosses(config, engine(generator), "videos", CPU, F.mse_loss, None)
     inputs = latent_losses.inputs({"videos": videos, "positions": [0, 1]}, 0)
     out = generator(videos, **inputs)
-    changed = transform(videos, inputs["change"])
+    changed = inputs["transform"](videos)
     assert out.transformed.shape == changed.shape
     terms = latent_losses.terms(out, MicroBatch(videos, inputs, {}, is_adversarial=False))
     assert terms["equivariance_loss"].item() == pytest.approx(F.mse_loss(out.transformed, changed).item())
