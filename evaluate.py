@@ -250,20 +250,44 @@ def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
 
+def run_rounds(steps: Iterable[None], n_processed: Callable[[], int], processes: ProcessGroup) -> Iterator[int]:
+    """Run `steps` of this process to their end. The processes exchange errors and signals every `ROUND_SECONDS`, so
+    that none waits for the others at each batch. Yields the `n_processed` of all every `PROGRESS_SECONDS`. Collective.
+    Raises AskedToStop after a signal."""
+    from tandem.io.exits import AskedToStop
+
+    steps, has_more, report_time = iter(steps), True, time.monotonic()
+    while True:
+        if processes.stop_requested(now=True):
+            processes.say("asked to stop, with nothing written; the same command starts over")
+            raise AskedToStop
+        totals = processes.sum({"has more": has_more, "processed": n_processed()})
+        if not totals["has more"]:
+            return
+        if time.monotonic() > report_time + PROGRESS_SECONDS:
+            yield round(totals["processed"])
+            report_time = time.monotonic()
+        with processes.raise_on_all_ranks():
+            end = time.monotonic() + ROUND_SECONDS
+            for _ in steps:
+                if time.monotonic() > end or processes.stop.is_requested_here:
+                    break
+            else:
+                has_more = False
+
+
 def process_batches(
     samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup, action: str,
     measure: Callable[[Batches], Iterable[None]],
 ) -> None:  # fmt: skip
-    """Run the generator `measure(batches of this process)` to its end. The processes exchange errors and signals every
-    `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in one line, if
-    too many samples cannot be read; AskedToStop after a signal."""
+    """Run the generator `measure(batches of this process)` to its end, in rounds. Collective. Raises UserMistake, in
+    one line, if too many samples cannot be read; AskedToStop after a signal."""
     from tandem.data.bad_samples import BadSampleLog
     from tandem.data.feed import to_unit_range
     from tandem.data.sampling.workers import Loader
     from tandem.data.stores.encoding import load_samples
     from tandem.data.stores.shards import PARTIAL
     from tandem.devices import to_device
-    from tandem.io.exits import AskedToStop
 
     n, rank, world, bad = len(samples), processes.rank, processes.world_size, []
     n_processed, partial_reads = 0, list[str]()
@@ -283,24 +307,8 @@ def process_batches(
             if notes:
                 yield to_unit_range(to_device(batch, processes.device)), batch_notes
 
-    steps, has_more, report_time = iter(measure(batches())), True, time.monotonic()
-    while True:
-        if processes.stop_requested(now=True):
-            processes.say("asked to stop, with nothing written; the same command starts over")
-            raise AskedToStop
-        totals = processes.sum({"has more": has_more, "processed": n_processed})
-        if not totals["has more"]:
-            break
-        if time.monotonic() > report_time + PROGRESS_SECONDS:
-            processes.say(f"{action} {totals['processed']:.0f} of {n}")
-            report_time = time.monotonic()
-        with processes.raise_on_all_ranks():
-            end = time.monotonic() + ROUND_SECONDS
-            for _ in steps:
-                if time.monotonic() > end or processes.stop.is_requested_here:
-                    break
-            else:
-                has_more = False
+    for n_of_all in run_rounds(measure(batches()), lambda: n_processed, processes):
+        processes.say(f"{action} {n_of_all} of {n}")
     log = BadSampleLog(n)
     for sample in log.share(bad, processes.gather_objects):
         processes.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
@@ -409,19 +417,27 @@ def decode_between_neighbours(
     measures: LatentMeasures, model: Any, statistics: Any, n_samples: int, args: argparse.Namespace,
     processes: ProcessGroup,
 ) -> Gaussian:  # fmt: skip
-    """The distribution of the features of what the model decodes of points between neighbouring latents. Collective.
-    The batches do not depend on the number of processes."""
+    """The distribution of the features of what the model decodes of points between neighbouring latents. The batches do
+    not depend on the number of processes. Collective. Raises AskedToStop after a signal."""
     import torch
 
     from tandem.training.metrics.latents import between_neighbours
 
     latents = measures.all_latents(n_samples, processes.sum)
-    n, size = len(latents), args.batch_size
-    with processes.raise_on_all_ranks(), torch.no_grad(), distributed.autocast(args.precision, processes.device):
+    n, size, n_decoded = len(latents), args.batch_size, 0
+
+    def decode_batches() -> Iterator[None]:
+        nonlocal n_decoded
         for first in range(0, n, size)[processes.rank :: processes.world_size]:
-            processes.heartbeat("decoding points between latents")
-            points = between_neighbours(latents, range(first, min(first + size, n))).to(processes.device)
-            statistics.add(model.decode(points))
+            rows = range(first, min(first + size, n))
+            with distributed.autocast(args.precision, processes.device):
+                statistics.add(model.decode(between_neighbours(latents, rows).to(processes.device)))
+            n_decoded += len(rows)
+            yield
+
+    with torch.no_grad():
+        for n_of_all in run_rounds(decode_batches(), lambda: n_decoded, processes):
+            processes.say(f"decoded {n_of_all} of {n} points between latents")
     distribution: Gaussian = statistics.result(processes.sum)[0]
     return distribution
 

@@ -205,10 +205,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="that encode.py wrote")
     parser.add_argument("--model", help="the autoencoder, to draw samples")
+    parser.add_argument("--output", default=".", help="folder for dit.safetensors, dit.json and dit.png")
     for field in fields(Settings):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     flags = vars(parser.parse_args())
-    folder, path, settings = flags.pop("folder"), flags.pop("model"), Settings(**flags)
+    folder, path, output = flags.pop("folder"), flags.pop("model"), Path(flags.pop("output"))
+    output.mkdir(parents=True, exist_ok=True)
+    settings = Settings(**flags)
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain, mirrored, labels = read_latents(folder)
@@ -232,14 +235,14 @@ def main() -> None:
             print(f"update {step}: loss {loss:.4f}", flush=True)
     error = held_out_loss(ema.eval(), views[0, held_out].to(device), labels[held_out].to(device))
     print(f"held-out loss per dimension of normalised latents: {error:.5f} ({n_held_out} images)")
-    save_file(ema.state_dict(), "dit.safetensors")
-    Path("dit.json").write_text(json.dumps({**asdict(settings), "held_out_loss": error, "images": len(order)}))
+    save_file(ema.state_dict(), output / "dit.safetensors")
+    (output / "dit.json").write_text(json.dumps({**asdict(settings), "held_out_loss": error, "images": len(order)}))
     if path:
         classes = labels[held_out][:8].to(device)
         noise = torch.randn(len(classes), *model.shape, device=device)
         x = sample(guided(ema, classes, settings.guidance), noise, settings.sampling_steps)
         with torch.no_grad():
-            draw(path, x.cpu() * deviation + mean).save("dit.png")
+            draw(path, x.cpu() * deviation + mean).save(output / "dit.png")
 
 
 if __name__ == "__main__":
