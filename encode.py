@@ -6,7 +6,7 @@ or the latents of images with a VQGAN without codes; or decode them to images or
     deepspeed encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     horovodrun -np 8 python encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     python encode.py --model runs/vqgan --decode codes/ --output images/
-    python encode.py --model runs/vae --image_folder photos/ --output latents/ --latent sample --with_flip --scaled
+    python encode.py --model runs/vae --image_folder photos/ --output latents/ --with_flip --normalize channels
     python encode.py --model runs/tokenizer --decode codes/ --output videos/ --format mp4
 
 The files are the same, byte for byte, for every launcher and any number of processes, loader workers and threads. Run
@@ -55,10 +55,11 @@ DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
 DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
+NORMALIZATIONS = ("none", "scale", "channels")
 # Requirements of flags.
 _ENCODING_ONLY = without("decode")
 _IMAGES_ONLY, _VIDEOS_ONLY = given("image_folder", "PATH"), given("video_folder", "PATH")
-_LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
+_LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "normalize", "seed")  # flags for models without codes
 
 
 @dataclass
@@ -129,9 +130,12 @@ class Config:
         requires=_IMAGES_ONLY,
     )
     latent_dtype: str = flag("fp16", "dtype of the latents", choices=("fp16", "bf16", "fp32"), requires=_IMAGES_ONLY)
-    scaled: bool = flag(
-        False,
-        "write (latent - shift_factor) * scaling_factor, two numbers of the model's config.json",
+    normalize: str = flag(
+        "none",
+        "write latents as the encoder gives them, or (latent - shift_factor) * scaling_factor (scale; one number each "
+        "for all channels), or (latent - latents_mean) / latents_std (channels; one for each channel), by the numbers "
+        "in the model's config.json",
+        choices=NORMALIZATIONS,
         requires=_IMAGES_ONLY,
     )
     seed: int = flag(0, "seed of the samples", non_negative_int, requires=when("latent", "sample"))
@@ -218,6 +222,8 @@ class ImageCoder:
         self.writer: Callable[..., ShardWriter] = ShardWriter
         if not model.num_codes:
             self.settings |= {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
+            if args.normalize == "channels":
+                self.settings |= {"latents_mean": model.latents_mean, "latents_std": model.latents_std}
             self.stored, self.writer = StoredLatents, functools.partial(LatentWriter, Noise(args.seed, "latents"))
 
     def _encode(self, images: Tensor) -> Tensor:
@@ -376,8 +382,10 @@ def open_coder(
     output, unused = ("codes", _LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
     if idle_flags := [name for name in unused if name in args.on_command_line]:
         raise ValueError(f"--{idle_flags[0]} has no effect: the model in {args.model} makes {output}; leave it out")
-    if args.scaled and not (model.num_codes or model.scaling_factor):
-        raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
+    if args.normalize != "none" and not model.num_codes:
+        name = "scaling_factor" if args.normalize == "scale" else "latents_mean"
+        if getattr(model, name) is None:
+            raise ValueError(f"--normalize {args.normalize}: the model has no {name}, which training measures")
     coder_class = VideoCoder if kind == "videos" else ImageCoder
     coder = coder_class(model.to(processes.device).requires_grad_(False), args, processes)
     return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, processes)}

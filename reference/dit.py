@@ -56,8 +56,10 @@ def read_latents(folder: str) -> tuple[Tensor, Tensor, Tensor]:
     same again without --with_flip, and the classes int64 (n,)."""
     root = Path(folder)
     index = json.loads((root / "index.json").read_text())
-    if index.get("latent") not in ("mean", "sample") or index["scaled"]:
-        raise SystemExit(f"{folder} holds codes, moments or scaled latents: give encode.py --latent mean, not --scaled")
+    is_normalized = index.get("normalize", "none") != "none" or index.get("scaled")  # the latter by earlier versions
+    if index.get("latent") not in ("mean", "sample") or is_normalized:
+        advice = "give encode.py --latent mean, without --normalize: they are normalised here"
+        raise SystemExit(f"{folder} holds codes, moments or normalised latents: {advice}")
     shards = [load_file(root / shard["file"]) for shard in index["shards"]]
     plain, labels = (torch.cat([shard[name] for shard in shards]) for name in ("latents", "labels"))
     mirrored = torch.cat([shard["latents_flip"] for shard in shards]) if index["with_flip"] else plain

@@ -104,7 +104,11 @@ def test_from_a_folder_of_latents_to_a_picture(latents, tmp_path):
     assert plain.shape == mirrored.shape == (24, 4, 4, 4) and not torch.equal(plain, mirrored)
 
 
-def test_moments_are_refused_in_one_line(tmp_path):
-    (tmp_path / "index.json").write_text(json.dumps({"latent": "moments"}))
-    with pytest.raises(SystemExit, match="holds codes, moments or scaled latents"):
+@pytest.mark.parametrize(
+    "said",
+    [{"latent": "moments"}, {"normalize": "channels"}, {"normalize": "scale"}, {"scaled": True}, {"latent": None}],
+)
+def test_moments_and_latents_that_would_be_normalised_twice_are_refused_in_one_line(said, tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps({"latent": "mean", **said}))
+    with pytest.raises(SystemExit, match="holds codes, moments or normalised latents"):
         dit.read_latents(str(tmp_path))

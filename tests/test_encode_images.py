@@ -149,7 +149,7 @@ def test_the_report_counts_the_codes_of_all_shards(codes, model, source, capsys)
 FP32 = ("--latent_dtype", "fp32")
 DECODED = {
     "codes": (vqgan, ()), "codes, transparent": (partial(vqgan, channels=4), ()), "latents": (autoencoder, FP32),
-    "scaled": (autoencoder, (*FP32, "--scaled")),
+    "scaled": (autoencoder, (*FP32, "--scaled")), "by channel": (autoencoder, (*FP32, "--normalize", "channels")),
     "moments": (autoencoder, (*FP32, "--latent", "moments", "--scaled", "--with_flip")),
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ def test_means_are_those_of_the_encoder_and_labels_those_of_an_image_folder(mode
     assert found["labels"].tolist() == labels == [2, 2, 0, 0, 0, 2, 2, 1, 1] and found["labels"].dtype == torch.int64
     assert [line["label"] for line in lines(folder / "index.jsonl")] == labels
     said = index(folder)
-    assert (said["grid"], said["latent"], said["dtype"], said["scaled"]) == ([4, 4, 4], "mean", "float16", False)
+    assert (said["grid"], said["latent"], said["dtype"], said["normalize"]) == ([4, 4, 4], "mean", "float16", "none")
     assert [said[name] for name in said if "dtype" in name] == ["float16"]
     assert (said["config"]["scaling_factor"], said["config"]["shift_factor"]) == (0.5, 0.25)
 
@@ -111,12 +111,15 @@ def test_samples_add_noise_that_depends_on_seed_image_and_mirroring_alone(model,
     assert torch.equal(without["labels"], found["labels"][kept])
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_moments_and_scaled_latents_are_those_of_the_same_gaussian(scaled, model, source, gaussian, tmp_path):
-    how = ["--latent_dtype", "fp32", *(["--scaled"] if scaled else [])]
+@pytest.mark.parametrize("normalize", ["none", "scale", "channels"])
+def test_moments_and_normalised_latents_are_those_of_the_same_gaussian(normalize, model, source, gaussian, tmp_path):
+    how = ["--latent_dtype", "fp32", "--normalize", normalize]
     mean, deviation = gaussian["latents"]
-    if scaled:
+    if normalize == "scale":
         mean, deviation = (mean - 0.25) * 0.5, deviation * 0.5
+    if normalize == "channels":  # of `autoencoder`
+        numbers = torch.arange(4)[:, None, None]
+        mean, deviation = (mean - 0.1 * numbers) / (1 + 0.5 * numbers), deviation / (1 + 0.5 * numbers)
     found = columns(SCRIPT.fill(model, source, tmp_path / "mean", *how))["latents"]
     torch.testing.assert_close(found, mean)
     found = columns(SCRIPT.fill(model, source, tmp_path / "moments", "--latent", "moments", *how))["latents"]
@@ -244,6 +247,22 @@ def test_a_folder_of_an_earlier_version_whose_grid_is_that_of_moments_is_decoded
     pictures = [{name: content for name, content in files(tmp_path / made).items() if name.endswith(".png")}
                 for made in ("images", "again")]  # fmt: skip
     assert pictures[0] == pictures[1] and len(pictures[0]) == 9
+
+
+def test_a_folder_of_an_earlier_version_that_says_scaled_is_gone_on_with_and_decoded(model, source, tmp_path, capsys):
+    pictures = []
+    for name in ("now", "earlier"):
+        encoded = SCRIPT.fill(model, source, tmp_path / name, "--scaled", "--latent_dtype", "fp32")
+        for path in encoded.glob("*.json") if name == "earlier" else ():
+            said = json.loads(path.read_text())
+            assert said.pop("normalize") == "scale"
+            path.write_text(json.dumps({**said, "scaled": True}))
+        SCRIPT.main([str(word) for word in SCRIPT.use(model, encoded, tmp_path / f"{name} images")])
+        pictures.append([path.read_bytes() for path in sorted((tmp_path / f"{name} images").rglob("*.png"))])
+    assert pictures[0] == pictures[1] and len(pictures[0]) == 9
+    capsys.readouterr()
+    SCRIPT.fill(model, source, tmp_path / "earlier", "--normalize", "scale", "--latent_dtype", "fp32")
+    assert "nothing is left to do" in "".join(capsys.readouterr())
 
 
 def test_numbers_beyond_fp16_are_one_line(source, tmp_path, capsys):

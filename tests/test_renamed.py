@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import convert
 import embed
+import encode
 from tandem.io.renamed import FORMER_SETTINGS, FORMER_WEIGHTS
 from tandem.models.base import read_config
 from tandem.weights.load import load_model
@@ -113,6 +114,29 @@ def test_weights_of_an_earlier_version_are_read_from_every_folder_and_start_a_ru
         assert_same_bits(*map(final_weights, runs))
 
 
+def test_statistics_that_an_earlier_version_did_not_measure_are_measured_from_the_next_update_on(
+    tmp_path: Path,
+) -> None:
+    script, flags, _ = RUNS["vqgan"]
+    run = script.train(tmp_path / "run", *flags, "--max_steps", "2", "--ema_decay", "0.9")
+    added = "quantizer.channel_stats"
+    for path in run.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        save_file({name: tensor for name, tensor in tensors.items() if not name.endswith(added)}, path, metadata)
+    (checkpoint,) = (run / "checkpoints").glob("step_*")
+    edit_checkpoint(checkpoint, lambda parts: None)  # its checksums
+    for place, weights in (("model", "best"), (f"checkpoints/{checkpoint.name}", "ema")):
+        former = load_model(run / place, weights)
+        assert former.latents_mean is former.latents_std is None and former.scaling_factor
+    started = script.start_from(run / "model", tmp_path / "started", *START["vqgan"])
+    assert "resumed from" in script.output_of(run, *flags, "--max_steps", "3", "--ema_decay", "0.9")
+    for folder, updates in ((run, 3), (started, 3)):
+        stats = final_weights(folder)["quantizer.latent_stats"], final_weights(folder)[added]
+        assert stats[0][0].item() == pytest.approx(1 - 0.99**updates) and stats[1].shape == (3, 4)
+        assert stats[1][0].tolist() == pytest.approx([0.01] * 4) and load_model(folder / "model").latents_mean
+
+
 def test_an_average_is_made_of_snapshots_of_an_earlier_version(tmp_path: Path) -> None:
     flags = ["--ema_power", "0.1", "--ema_decay", "0"]
     _, former = former_run("mulan", tmp_path / "former", *flags)
@@ -165,7 +189,7 @@ def test_a_former_value_that_cannot_be_converted_is_one_line(value: Any, tmp_pat
 
 def test_every_present_name_is_one_of_a_setting_or_a_weight() -> None:
     """The table would rename to nothing else."""
-    parsers = [script.module.build_parser() for script in SCRIPTS.values()]
+    parsers = [module.build_parser() for module in (encode, *(script.module for script in SCRIPTS.values()))]
     assert all(any(parser.has_flags([present]) for parser in parsers) for present, _ in FORMER_SETTINGS.values())
     formats = json.loads((ROOT / "tests" / "models" / "formats.json").read_text())
     assert all(any(present in weights for weights in formats.values()) for present in FORMER_WEIGHTS.values())

@@ -154,6 +154,9 @@ def test_a_run_that_goes_on_from_another_keeps_a_scale_that_was_given_and_measur
     before, after = (json.loads((run / "model" / "config.json").read_text()) for run in (first, second))
     names = ("scaling_factor", "shift_factor")
     assert [before[name] == after[name] for name in names] == [bool(given)] * 2
+    assert before["latents_mean"] != after["latents_mean"] and before["latents_std"] != after["latents_std"]
+    weight = final_weights(second)["quantizer.channel_stats"][0]
+    assert weight.tolist() == pytest.approx([1 - 0.99**4] * 4)  # of the updates of both
     assert [before.get("scale_is_measured"), after.get("scale_is_measured")] == [None if given else True] * 2
 
 

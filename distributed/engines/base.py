@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tandem.distributed.errors import TrainingStopped, first_line, is_out_of_memory
+from tandem.io.renamed import with_added_statistics
 
 from .arithmetic import SkipGuard, autocast, backward_weight, split_batch
 from .optimizer_state import copy_to_cpu
@@ -281,7 +282,7 @@ class Engine(ABC):
         self._processes.finish_copies()
         with self._processes.raise_on_all_ranks():
             try:
-                self._write_state(state)
+                self._write_state({**state, "weights": with_added_statistics(state["weights"], self.module)})
             except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
                 raise ValueError(f"the state is not what was written: {type(error).__name__}: {error}") from error
         try:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 Value = TypeVar("Value")
 
@@ -21,9 +24,12 @@ def logarithm(value: Any) -> float:
 FORMER_SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "init_temperature": ("init_logit_scale", logarithm),
     "centred": ("normalize_input", lambda value: value),
+    "scaled": ("normalize", lambda value: "scale" if value else "none"),
 }
 #: Former name of a weight or a buffer in a state dict -> its name.
 FORMER_WEIGHTS = {"tau": "logit_scale", "quantizer.moments": "quantizer.latent_stats"}
+#: Statistics in a state dict that earlier versions did not measure. They start at 0.
+ADDED_STATISTICS = ("quantizer.channel_stats",)
 
 
 def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,3 +51,9 @@ def rename_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def rename_weights(weights: Mapping[str, Value]) -> dict[str, Value]:
     """The weights of a state dict under their present names."""
     return {FORMER_WEIGHTS.get(name, name): weight for name, weight in weights.items()}
+
+
+def with_added_statistics(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a model, whole, with those `ADDED_STATISTICS` of it that they lack."""
+    added = {name: buffer for name, buffer in model.named_buffers() if name in ADDED_STATISTICS}
+    return {**{name: buffer.new_zeros(buffer.shape, device="cpu") for name, buffer in added.items()}, **weights}

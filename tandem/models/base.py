@@ -32,7 +32,7 @@ _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, Safeten
 
 # Attributes that config.json states for people and other programs, beside the constructor arguments. `read_config`
 # drops them; older files lack them.
-_EXTRAS = ("num_codes",)
+_EXTRAS = ("num_codes", "latents_mean", "latents_std")
 
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -67,7 +67,8 @@ class Pretrained(nn.Module):
         with replacing_model_file(folder / _WEIGHTS) as path:
             save_file(on_cpu(self.state_dict()), path)
         with replacing_model_file(folder / CONFIG_FILE) as path:
-            extra = {name: getattr(self, name) for name in _EXTRAS if name not in self.config and hasattr(self, name)}
+            values = {name: getattr(self, name, None) for name in _EXTRAS if name not in self.config}
+            extra = {name: value for name, value in values.items() if value is not None}
             path.write_text(json.dumps({"model": type(self).__name__, **extra, **self.saved_config()}, indent=2) + "\n")
 
     def saved_config(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from tandem.io.reading import one_line
+from tandem.io.renamed import with_added_statistics
 
 # Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
 _MAX_CHEAP_NUMBER = 1 << 22
@@ -123,6 +124,7 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
             expected = dict(model.state_dict())
     except Exception as error:  # a constructor can raise anything for a file's values
         raise ValueError(one_line(error)) from None
+    weights = with_added_statistics(weights, model)
     for name in [*expected, *weights]:
         ours, theirs = (tuple(tensors[name].shape) if name in tensors else "none" for tensors in (expected, weights))
         if ours != theirs:

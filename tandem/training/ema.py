@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices import fp64_device
+from tandem.io.renamed import with_added_statistics
 
 from .power_function import exponent_of
 
@@ -86,6 +87,7 @@ class AveragedModel:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore from whole weights and buffers. Raises ValueError if names or shapes are not the model's."""
         tensors = {**self.module.state_dict(), **self._shards}
+        state = with_added_statistics(state, self.module)
         if names := sorted(tensors.keys() ^ state.keys()):
             fault = "missing" if names[0] in tensors else "not a weight of the model"
             raise ValueError(f"the averaged weights do not fit the model: {names[0]} is {fault} ({len(names)} in all)")

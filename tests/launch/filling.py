@@ -42,8 +42,12 @@ def vqgan(seed: int = 0, **options: Any) -> VQGAN:
 
 
 def autoencoder(seed: int = 0, **options: Any) -> VQGAN:
-    """A VQGAN without codes."""
-    return vqgan(seed, quantizer="kl", scaling_factor=0.5, shift_factor=0.25, **options)
+    """A VQGAN without codes, whose channels have had the means 0, 0.1, ... and the deviations 1, 1.5, ..."""
+    model = vqgan(seed, quantizer="kl", scaling_factor=0.5, shift_factor=0.25, **options)
+    numbers = torch.arange(model.quantizer.dim)
+    mean, std = 0.1 * numbers, 1 + 0.5 * numbers
+    model.quantizer.channel_stats.copy_(torch.stack([torch.ones_like(mean), mean, mean.square() + std.square()]))
+    return model
 
 
 def mulan(seed: int = 0, **options: Any) -> MuLaN:
@@ -173,7 +177,10 @@ TOKENIZE = Script(
     "encode.py", encode.main, "--image_folder", "images_per_shard", "codes", IMAGES, vqgan,
     write_images, lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
 )  # fmt: skip
-LATENTS = replace(TOKENIZE, shards="latents", model=autoencoder, more=("--latent", "sample", "--with_flip", "--scaled"))
+LATENTS = replace(
+    TOKENIZE, shards="latents", model=autoencoder,
+    more=("--latent", "sample", "--with_flip", "--normalize", "channels"),
+)  # fmt: skip
 TOKENIZE_VIDEOS = Script(
     "encode.py", encode.main, "--video_folder", "videos_per_shard", "codes", tuple(VIDEOS),
     video_tokenizer, write_videos,

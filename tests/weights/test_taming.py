@@ -356,7 +356,12 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "cursor": ({"_class_name": "\x1b[2J" * 99}, "?[2J"), "list of a class": ({"_class_name": []}, "[]"),
     "relu": ({"act_fn": "relu"}, "act_fn"), "spatial": ({"norm_type": "spatial"}, "norm_type"),
     "middle": ({"mid_block_add_attention": False}, "mid_block_add_attention"),
-    "mean": ({"latents_mean": [0.1] * 4}, "latents_mean"), "groups 0": ({"norm_num_groups": 0}, "norm_num_groups"),
+    "mean": ({"latents_mean": [0.1] * 4}, "latents_mean"),
+    **{f"deviations {said}": ({"latents_mean": [0.1] * 4, "latents_std": values}, said) for values, said in (
+        ([1.0] * 3, "of one length"), ([1.0] * 3 + [0.0], "not above 0"), (["1"] * 4, "is no number"),
+        ([math.nan] * 4, "is no number below"), ([[1.0]] * 4, "latents_std [1.0]"))},
+    "two channels": ({"latents_mean": [0.1] * 2, "latents_std": [1.0] * 2}, "has 2 numbers"),
+    "groups 0": ({"norm_num_groups": 0}, "norm_num_groups"),
     "groups": ({"norm_num_groups": "32"}, "norm_num_groups"), "many groups": ({"norm_num_groups": 10**30}, "norm_num"),
     "no divisor": ({"norm_num_groups": 3}, "norm_groups 3"), "yes": ({"norm_num_groups": True}, "norm_num_groups"),
     "scale": ({"scaling_factor": "0.2"}, "scaling_factor"), "scale 0": ({"scaling_factor": 0}, "scaling_factor"),

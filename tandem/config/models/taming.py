@@ -106,11 +106,16 @@ def check_scale(config: LatentConfig) -> None:
     """Check the scale, which is not trusted. Raises ValueError, in one line, if a value is no number below 1e6, or the
     factor is not above 0."""
     for name in ("scaling_factor", "shift_factor"):
-        number = getattr(config, name)
-        if number is not None and (type(number) not in (int, float) or not abs(number) < _LARGEST_SCALE):
-            raise ValueError(f"{name} {str(number)[:80]} is no number below {_LARGEST_SCALE:.0f}")
+        if getattr(config, name) is not None:
+            check_number(name, getattr(config, name))
     if config.scaling_factor is not None and config.scaling_factor <= 0:
         raise ValueError(f"scaling_factor {config.scaling_factor}: it has to be above 0")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise ValueError, in one line, if an untrusted value is no number below 1e6."""
+    if type(value) not in (int, float) or not abs(value) < _LARGEST_SCALE:
+        raise ValueError(f"{name} {str(value)[:80]} is no number below {_LARGEST_SCALE:.0f}")
 
 
 def without_measured_scale(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,10 @@
                                          (1, d, h, w), and SHARD-ROW-flip.npy, that of the mirrored image
     latents/labels/00000-00000.npy       SHARD-ROW.npy, and SHARD-ROW-flip.npy: the label, int64 (1,)
 
-Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations. They
-are the encoder's, or, if index.json has "scaled", (latent - shift_factor) * scaling_factor, with the two numbers in its
-"config". Its "dtype" is that of the latents, and its "grid" the shape of one of them.
+Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations.
+"normalize" of index.json says what was done to them: "none"; "scale", (latent - shift_factor) * scaling_factor, with
+the two numbers in its "config"; or "channels", (latent - latents_mean) / latents_std, with its two lists of d numbers.
+Its "dtype" is that of the latents, and its "grid" the shape of one of them.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class LatentWriter(ShardWriter):
         if settings["latent"] == "sample":
             noise = [self._noise.normal(view, items, latents.shape[2:]) for view in range(latents.shape[1])]
             latents = latents + deviations * torch.stack(noise, 1)
-        scale, shift = _read_scale(settings)
+        scale, shift = _read_normalization(settings)
         latents, deviations = (latents - shift) * scale, deviations * scale
         latents = torch.cat([latents, deviations], 2) if settings["latent"] == "moments" else latents
         latents = latents.to(getattr(torch, settings["dtype"]))
@@ -149,9 +150,9 @@ class StoredLatents(StoredCodes):
     name = LATENTS
 
     def rows(self, shard: int) -> Tensor:
-        """The decoder's input, fp32 (n, d, h, w): the latents, or the means of moments, unscaled."""
+        """The decoder's input, fp32 (n, d, h, w): the latents, or the means of moments, not normalised."""
         with explain_errors(self.folder / self.index["shards"][shard]["file"]):
-            scale, shift = _read_scale(self.index)
+            scale, shift = _read_normalization(self.index)
             return self._read_latents(shard) / scale + shift
 
     def channel_statistics(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
@@ -192,7 +193,16 @@ def channel_lines(statistics: Mapping[int, Sequence[Sequence[float]]]) -> Iterat
         yield f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {extent}"
 
 
-def _read_scale(settings: Mapping[str, Any]) -> tuple[float, float]:
-    """The factor of latents, and the shift that is subtracted before, by the settings of a folder."""
-    config = settings["config"]
-    return (config["scaling_factor"], config["shift_factor"] or 0.0) if settings["scaled"] else (1.0, 0.0)
+def _read_normalization(settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The factor of latents, and the shift that is subtracted before, by the settings of a folder: numbers, or tensors
+    (d, 1, 1). Raises one of `READ_ERRORS` for damaged settings."""
+    kind, config = settings["normalize"], settings["config"]
+    if kind == "channels":
+        channels = settings["grid"][0] // (2 if settings["latent"] == "moments" else 1)
+        mean, std = (torch.tensor(list(map(float, settings[name]))) for name in ("latents_mean", "latents_std"))
+        if not len(mean) == len(std) == channels or not (mean.isfinite() & (std > 0)).all():
+            raise ValueError(f"its latents_mean and latents_std are not {channels} numbers each, the latter above 0")
+        return 1 / std[:, None, None], mean[:, None, None]
+    if kind not in ("none", "scale"):
+        raise ValueError(f"its normalize is {kind!r:.40}")
+    return (config["scaling_factor"], config["shift_factor"] or 0.0) if kind == "scale" else (1.0, 0.0)

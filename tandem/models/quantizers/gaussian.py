@@ -15,17 +15,31 @@ from tandem.devices import sum_dtype
 from .base import Bottleneck, Quantized
 
 _DECAY = 0.99  # per update, of the averages that give the scale of the latents
+_MIN_DEVIATION = 1e-6  # of a channel that says nothing, whose rounding errors must not become its values
 _MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
 
 
 def compute_scale(latent_stats: Tensor) -> tuple[float, float] | None:
     """(scaling_factor, shift_factor), 1 / standard deviation and mean of all numbers of the latents, from
     `DiagonalGaussian.latent_stats`; None if nothing was measured, or if the latents were not finite."""
-    weight, mean, mean_square = latent_stats.tolist()
+    moments = _mean_and_deviation(*latent_stats.tolist())
+    return moments and (1 / max(moments[1], 1e-12), moments[0])
+
+
+def compute_channel_moments(channel_stats: Tensor) -> tuple[list[float], list[float]] | None:
+    """Mean and standard deviation of each channel of the latents, d numbers each, from
+    `DiagonalGaussian.channel_stats`; None as for `compute_scale`."""
+    moments = [_mean_and_deviation(*stats) for stats in channel_stats.T.tolist()]
+    known = [channel for channel in moments if channel is not None]
+    if len(known) < len(moments):
+        return None
+    return [mean for mean, _ in known], [max(deviation, _MIN_DEVIATION) for _, deviation in known]
+
+
+def _mean_and_deviation(weight: float, mean: float, mean_square: float) -> tuple[float, float] | None:
     if not weight or not math.isfinite(mean + mean_square):
         return None
-    deviation = math.sqrt(max(mean_square / weight - (mean / weight) ** 2, 0.0))
-    return 1 / max(deviation, 1e-12), mean / weight
+    return mean / weight, math.sqrt(max(mean_square / weight - (mean / weight) ** 2, 0.0))
 
 
 class DiagonalGaussian(Bottleneck):
@@ -33,7 +47,8 @@ class DiagonalGaussian(Bottleneck):
 
     Loss: ``kl`` is KL(N(mean, variance) || N(0, 1)) in nats per latent: summed over the channels, a mean over batch and
     positions. In training it keeps moving averages of the mean and the mean square, over the whole batch of each
-    update, of the latents that the decoder gets. `compute_scale` computes the scale of a generator's latents from them.
+    update, of the latents that the decoder gets, for each channel and for all together. From them, `compute_scale` and
+    `compute_channel_moments` compute what a generator's latents are normalised by.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)
@@ -41,11 +56,14 @@ class DiagonalGaussian(Bottleneck):
     latent_stats: Tensor
     """fp32 (3,): moving averages, which start at 0, of the number 1, of the latents and of their squares. The first is
     the total weight of the updates so far; `compute_scale` divides the other two by it."""
+    channel_stats: Tensor
+    """fp32 (3, dim): the same of each channel. Earlier versions had `latent_stats` alone, so the weights may differ."""
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(0, config.latent_dim)
         self.in_dim = 2 * self.dim
         self.register_buffer("latent_stats", torch.zeros(3))
+        self.register_buffer("channel_stats", torch.zeros(3, self.dim))
         self._sums: list[Tensor] = []
 
     def summary(self) -> str:
@@ -64,8 +82,9 @@ class DiagonalGaussian(Bottleneck):
             kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
             latents = mean if noise is None else mean + (0.5 * log_variance).exp() * noise
             if self.is_learning:
-                wide = latents.detach().to(sum_dtype(latents.device))
-                self._sums.append(torch.stack([wide.new_full((), wide.numel()), wide.sum(), wide.square().sum()]))
+                wide = latents.detach().to(sum_dtype(latents.device)).transpose(0, 1).flatten(1)
+                counts = wide.new_full((self.dim,), wide.shape[1])
+                self._sums.append(torch.stack([counts, wide.sum(1), wide.square().sum(1)]))
             return Quantized(latents, torch.empty(0, dtype=torch.int64, device=z.device), {"kl": kl})
 
     @torch.no_grad()
@@ -80,7 +99,8 @@ class DiagonalGaussian(Bottleneck):
     def after_step(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
         if not self.training:
             return
-        total = self.all_reduce(torch.stack(self._sums).sum(0))
+        channels = self.all_reduce(torch.stack(self._sums).sum(0))
         self._sums = []
-        averages = self.latent_stats.lerp((total / total[0]).float(), 1 - _DECAY)
-        self.latent_stats.copy_(averages if skipped is None else torch.where(skipped, self.latent_stats, averages))
+        for stats, total in ((self.latent_stats, channels.sum(1)), (self.channel_stats, channels)):
+            averages = stats.lerp((total / total[0]).float(), 1 - _DECAY)
+            stats.copy_(averages if skipped is None else torch.where(skipped, stats, averages))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.config.models.taming import KL
+from tandem.config.models.taming import KL, check_number
 from tandem.io.published import read_state_dict, refuse_weights_flag
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
 from tandem.io.weights import replacing_model_file
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import read_weight_index
 
-from .taming import GROUPS, Layout, code_channels, public_state
+from .taming import GROUPS, MOMENTS, Layout, code_channels, public_state
 
 # Older names of the parts of an attention, as in the published autoencoders of Stable Diffusion.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -33,9 +34,7 @@ _INDICES = (
 )  # fmt: skip
 _CLASSES = {KL: "AutoencoderKL", "vq": "VQModel"}
 # Options of which `VQGAN` has a single value, which is also their default in diffusers.
-_CONSTANTS = {
-    "act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True, "latents_mean": None, "latents_std": None,
-}  # fmt: skip
+_CONSTANTS = {"act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True}
 _DEFAULT_SCALE = 0.18215  # the default of diffusers: that of Stable Diffusion 1 and 2
 _MAX_GROUPS, _MAX_SIDE = 1 << 16, 1 << 13
 
@@ -53,7 +52,11 @@ def diffusers_folder(path: Path) -> Path | None:
 
 def save_folder(model: VQGAN, folder: Path) -> str:
     """Write weights and configuration for ``from_pretrained`` of diffusers; each file appears whole or not at all.
-    Returns a sentence about how to load it. Raises ValueError, in one line, if diffusers has no such model."""
+    Returns a sentence about how to load it. Raises ValueError, in one line, if diffusers has no such model.
+
+    Some pipelines give their generator (latent - shift_factor) x scaling_factor; others, if there are latents_mean and
+    latents_std, (latent - latents_mean) x scaling_factor / latents_std. So that the second, too, has a deviation of 1,
+    the latents_std that is written is the deviation of a channel x scaling_factor."""
     state, config = public_state(model, DIFFUSERS), model.config
     attention_levels, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
     attention = ["Attn" if level in attention_levels else "" for level in levels]
@@ -79,6 +82,9 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     else:
         public_config |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
         public_config |= {"shift_factor": config["shift_factor"]}
+        if model.latents_std is not None:
+            std = [value * public_config["scaling_factor"] for value in model.latents_std]
+            public_config |= {"latents_mean": model.latents_mean, "latents_std": std}
     folder.mkdir(parents=True, exist_ok=True)
     with replacing_model_file(folder / _FILES[0]) as temporary:
         save_file(state, temporary, metadata={"format": "pt"})
@@ -135,8 +141,25 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
         raise ValueError("its scaling_factor is null")
     return {
         "norm_groups": groups, "scaling_factor": scaling, "shift_factor": config.get("shift_factor"),
-        "image_size": side, "force_upcast": upcast,
+        "image_size": side, "force_upcast": upcast, MOMENTS: _channel_moments(config, scaling) if is_kl else None,
     }  # fmt: skip
+
+
+def _channel_moments(config: Mapping[str, Any], scaling: Any) -> tuple[list[float], list[float]] | None:
+    """Mean and standard deviation of each channel in an untrusted configuration: latents_mean, and, as `save_folder`
+    says, latents_std / scaling_factor; None if it lacks them. Raises ValueError, in one line, if they are no such
+    numbers."""
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is None and std is None:
+        return None
+    if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std)):
+        raise ValueError("its latents_mean and latents_std are not two lists of one length")
+    for name, values in (("latents_mean", mean), ("latents_std", std), ("scaling_factor", [scaling])):
+        for value in values:
+            check_number(name, value)
+            if value <= 0 and name != "latents_mean":
+                raise ValueError(f"its {name} is {value}, not above 0")
+    return mean, [value / scaling for value in std]
 
 
 DIFFUSERS = Layout(

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.distributions import Normal, kl_divergence
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.models import VQGAN
 from tandem.models.quantizers import make_quantizer
-from tandem.models.quantizers.gaussian import DiagonalGaussian, compute_scale
+from tandem.models.quantizers.gaussian import DiagonalGaussian, compute_channel_moments, compute_scale
 from tests.models.helpers import TAMING, assert_same_bits, some, some_images, state_of
 from tests.processes import Process, on_processes
 
@@ -71,12 +72,16 @@ def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, *
 
 def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_counts_for_nothing() -> None:
     quantizer = gaussian()
-    assert compute_scale(quantizer.latent_stats) is None
+    assert compute_scale(quantizer.latent_stats) is compute_channel_moments(quantizer.channel_stats) is None
     updated(quantizer, [some_z()])
     means = some_z()[:, :DIM].double()
     scaling, shift = compute_scale(quantizer.latent_stats)
     assert math.isclose(shift, means.mean(), rel_tol=1e-5)
     assert math.isclose(scaling, 1 / means.std(correction=0), rel_tol=1e-5)
+    channels = means.transpose(0, 1).flatten(1).numpy()
+    mean, deviation = compute_channel_moments(quantizer.channel_stats)
+    np.testing.assert_allclose(mean, channels.mean(1), rtol=1e-5)
+    np.testing.assert_allclose(deviation, channels.std(1), rtol=1e-5)
     before = state_of(quantizer)
     updated(quantizer, [torch.full_like(some_z(), math.nan)], skipped=torch.tensor(True))
     quantizer.eval()(some_z(seed=2))
@@ -87,14 +92,27 @@ def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_count
 
 
 def test_the_scale_of_many_updates_is_an_average_that_forgets() -> None:
-    quantizer, expected = gaussian(), torch.zeros(3, dtype=torch.float64)
+    quantizer, expected, by_channel = gaussian(), torch.zeros(3, dtype=torch.float64), np.zeros((3, DIM))
     for step in range(5):
         z = some_z(seed=step) * (step + 1)
         updated(quantizer, [z], step)
         means = z[:, :DIM].double()
         now = torch.stack([torch.ones_like(means.mean()), means.mean(), means.square().mean()])
         expected = 0.99 * expected + 0.01 * now
+        channels = means.transpose(0, 1).flatten(1).numpy()
+        moments = np.ones(DIM), channels.mean(1), np.square(channels).mean(1)
+        by_channel += 0.01 * 0.99 ** (4 - step) * np.stack(moments)
     torch.testing.assert_close(quantizer.latent_stats.double(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(quantizer.channel_stats, by_channel, rtol=1e-5, atol=1e-6)
+
+
+def test_a_channel_that_says_nothing_is_not_blown_up() -> None:
+    quantizer, z = gaussian(), some_z()
+    z[:, 1] = 0.3
+    for step in range(3):
+        updated(quantizer, [z], step)
+    mean, deviation = compute_channel_moments(quantizer.channel_stats)
+    assert deviation[1] >= 1e-6 and abs(z[0, 1, 0, 0].item() - mean[1]) / deviation[1] < 0.1 < deviation[0]
 
 
 @pytest.mark.parametrize(("processes", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
@@ -102,15 +120,15 @@ def test_the_scale_is_that_of_the_whole_batch_however_it_is_cut(processes: int, 
     whole = gaussian()
     updated(whole, [some_z(8)])
 
-    def work(process: Process) -> Tensor:
+    def work(process: Process) -> list[Tensor]:
         quantizer = gaussian()
         quantizer.connect(process)
         own = some_z(8).chunk(processes)[process.rank]
         updated(quantizer, list(own.chunk(micro_batches)))
-        return quantizer.latent_stats
+        return [quantizer.latent_stats, quantizer.channel_stats]
 
-    for moments in on_processes(processes, work):
-        torch.testing.assert_close(moments, whole.latent_stats, rtol=1e-6, atol=0)
+    for found in on_processes(processes, work):
+        torch.testing.assert_close(found, [whole.latent_stats, whole.channel_stats], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -126,11 +144,15 @@ def test_a_saved_model_says_its_scale(given: bool, tmp_path: Path) -> None:
     expected = (0.5, 0.25) if given else (1 / latents.std(correction=0).item(), latents.mean().item())
     assert (said["scaling_factor"], said["shift_factor"]) == pytest.approx(expected, rel=1e-4)
     assert model.description()["scaling_factor"] == said["scaling_factor"]
+    channels = latents.transpose(0, 1).flatten(1)
+    assert said["latents_mean"] == pytest.approx(channels.mean(1).tolist(), rel=1e-4, abs=1e-5)
+    assert said["latents_std"] == pytest.approx(channels.std(1, correction=0).tolist(), rel=1e-4)
     loaded = VQGAN.from_pretrained(tmp_path)
     assert torch.equal(loaded.encode(some_images()), latents)
     assert loaded.saved_config() == model.saved_config()
     for each in (model, loaded):
         assert (each.scaling_factor, each.shift_factor) == (said["scaling_factor"], said["shift_factor"])
+        assert (each.latents_mean, each.latents_std) == (said["latents_mean"], said["latents_std"])
         assert each.config.items() <= said.items()
 
 
@@ -138,3 +160,4 @@ def test_a_scale_without_a_shift_shifts_by_nothing_and_an_unknown_one_is_none() 
     for quantizer, given, expected in (("kl", 0.5, (0.5, 0.0)), ("kl", None, (None, None)), ("vq", None, (None, None))):
         model = VQGAN.from_dict({**TAMING, "quantizer": quantizer, "latent_dim": DIM, "scaling_factor": given})
         assert (model.scaling_factor, model.shift_factor) == expected
+        assert model.latents_mean is model.latents_std is None
