@@ -96,7 +96,7 @@ def build_model(config: Config) -> models.VideoTokenizer:
 
 def build_discriminator(config: Config) -> models.VideoDiscriminator:
     """The discriminator with seeded weights, the same on every process."""
-    return init_discriminator(models.VideoDiscriminator, config)
+    return init_discriminator(models.VideoDiscriminator, config, frame_head=config.discriminator)
 
 
 def train(config: Config, backend: distributed.Backend) -> None:
@@ -110,7 +110,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
         heartbeat = partial(processes.heartbeat, "fetching weights")
         options: Any = {"side": config.image_size, "device": device, "heartbeat": heartbeat}
-        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, **options)
+        has_gram = config.gram_loss_weight > 0
+        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, gram=has_gram, **options)
         lpips = models.load_lpips(config.lpips_weights, **options)
         i3d = models.i3d_features(config.fvd_weights, config.num_frames, device)
         make_optimizer = partial(training.make_optimizer, weight_decay=config.weight_decay, lion=config.use_lion)
@@ -133,8 +134,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         fractions = noise.uniform(step, micro_batch["positions"], ())  # on the CPU, so that every device draws the same
         return {"frames": to_device((fractions * micro_batch["videos"].shape[2]).long(), device)}
 
-    def frame_distance(fake: Tensor, videos: Tensor, frames: Tensor) -> Tensor:
-        """The perceptual loss of the frames with these numbers."""
+    def frame_distance(fake: Tensor, videos: Tensor, frames: Tensor) -> dict[str, Tensor]:
+        """The terms of the perceptual loss of the frames with these numbers."""
         assert perceptual is not None
         return perceptual(training.frames_of(fake, frames), training.frames_of(videos, frames))
 

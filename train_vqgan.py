@@ -88,7 +88,8 @@ def build_model(config: Config) -> models.VQGAN:
 
 def build_discriminator(config: Config) -> models.Discriminator:
     """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
-    return init_discriminator(models.Discriminator, config)
+    model_class = models.MaskBitDiscriminator if config.discriminator == "maskbit" else models.Discriminator
+    return init_discriminator(model_class, config)
 
 
 def train(config: Config, backend: distributed.Backend) -> None:
@@ -101,7 +102,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         heartbeat = partial(processes.heartbeat, "fetching weights")
         inception = training.load_inception(config.fid_weights, device, heartbeat)
         options: Any = {"side": config.image_size, "device": device, "heartbeat": heartbeat}
-        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, **options)
+        has_gram = config.gram_loss_weight > 0
+        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, gram=has_gram, **options)
         lpips = models.load_lpips(config.lpips_weights, **options)
     feed = data.image_data(config, processes)
     networks = {"generator": generator, "discriminator": discriminator}

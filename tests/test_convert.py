@@ -241,6 +241,8 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(vqgan_run: 
         assert_same_bits(saved(run, ours), saved(vqgan_run, part))
     said = "--init_from", str(tmp_path / "vae.pt"), "--dim", "16", "--discr_dim", "8"
     assert "--discr_dim 16 and --discr_layers 2" in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
+    said = "--init_from", str(tmp_path / "vae.pt"), "--dim", "16", "--discriminator", "maskbit"
+    assert "needs --discriminator muse, --discr_dim 16" in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
     # Of a run, --init_from takes the generator alone.
     run = VQGAN_SCRIPT.start_from(vqgan_run, tmp_path / "alone", "--image_size", "16", "--discr_layers", "2")
     first = "layers.0.0.weight"

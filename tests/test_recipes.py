@@ -24,6 +24,7 @@ from tandem.models import Discriminator
 from tandem.models.features.lpips import PerceptualLoss
 from tandem.training.losses import gan
 from tandem.training.losses.adversarial import ADVERSARIAL_LOSSES, LeCam, adaptive_weight
+from tests.models.helpers import narrow
 from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
 
 HEADS = {VQGAN: 1, VIDEO_TOKENIZER: 3}
@@ -52,12 +53,14 @@ class Built:
     def loss(self, fake: Tensor, images: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The reconstruction loss as `GANLoss` adds it up, and its first part."""
         error = self.pixel_loss(fake, images)
-        distance = self.perceptual_loss(fake, images, **inputs)
-        return error + self.args.perceptual_loss_weight * distance, {"recon_loss": error}
+        terms = self.perceptual_loss(fake, images, **inputs)
+        return error + gan.weigh_perceptual(terms, self.args), {"recon_loss": error}
 
 
-def network(*_: Any, **__: Any) -> PerceptualLoss:
-    """An LPIPS of few channels."""
+def network(kind: str = "lpips", *_: Any, **__: Any) -> Any:
+    """An LPIPS of few channels, or a ResNet of few blocks."""
+    if kind == "resnet50":
+        return narrow(kind)
     torch.manual_seed(5)
     loss = PerceptualLoss("lpips", (4, 4, 4, 4, 4))
     for head in loss.heads:
@@ -128,7 +131,7 @@ def test_the_generators_losses_stand_to_one_another_as_in_the_source(recipe: tup
     # images in [-1, 1] are those for [0, 1] rewritten, is the mean over all frames.
     gen_loss_weight = {VQGAN: 0.1, VIDEO_TOKENIZER: 0.3}[script]
     flat = (lambda x: x) if script is VQGAN else (lambda x: x.transpose(1, 2).flatten(0, 1))
-    lpips = network()(flat(fake), flat(unit))
+    lpips = network().distances(flat(fake), flat(unit)).mean()
     g_loss = F.softplus(-logits_of(fake).mean(1)).mean()
     shares = [
         share(error, (public - (2 * unit - 1)).abs().mean(), fake),
@@ -165,12 +168,40 @@ def test_losses_around_the_body_of_taming_stand_to_one_another_as_in_the_source(
     total, parts = made.loss(fake, images)
     theirs = error(2 * fake - 1, 2 * images - 1)
     of_pixels = share(parts["recon_loss"], theirs, fake)
-    assert share(total, theirs + lpips_weight * network()(fake, images), fake) == pytest.approx(of_pixels, rel=1e-3)
+    assert share(total, theirs + lpips_weight * network().distances(fake, images).mean(), fake) == pytest.approx(
+        of_pixels, rel=1e-3
+    )
     assert made.gan_weight == pytest.approx(gan_weight * (1 if is_adaptive else of_pixels))
     assert is_finetuned or made.args.commitment_loss_weight == pytest.approx(commitment_weight * of_pixels)
     clipped = {"llamagen_f16": (1.0 * of_pixels, 1.0 / (0.5 * 0.5))}.get(name, (0.0, None))
     assert (made.args.max_grad_norm, made.args.discr_max_grad_norm) == pytest.approx(clipped)
     assert made.args.penalty_weight == made.args.lecam_weight == 0
+
+
+def test_the_losses_of_vqgan_plus_stand_to_one_another_as_in_the_code_of_maskbit(tmp_path: Path) -> None:
+    """losses.py and gan_utils.py with vqgan_plus_10bit.yaml, for images in [0, 1]. Of one logit for real and one for
+    generated images, LeCam's mean over logits is the function of their mean that it is there."""
+    made = built(VQGAN, tmp_path, "vqgan_plus", **SMALL, discr_dim=4)
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    fake = (images + 0.05 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))).requires_grad_()
+    total, parts = made.loss(fake, images)
+    theirs, distance = 4.0 * F.mse_loss(fake, images), narrow("resnet50").distances(fake, images).mean()
+    factor = share(parts["recon_loss"], theirs, fake)
+    assert share(total, theirs + 0.1 * distance, fake) == pytest.approx(factor, rel=1e-3)
+    assert share(total - parts["recon_loss"], 0.1 * distance, fake) == pytest.approx(factor, rel=1e-3)
+    args = made.args
+    ours = made.gan_weight, args.commitment_loss_weight, args.max_grad_norm
+    assert ours == pytest.approx((0.02 * factor, 0.25 * factor, 1.0 * factor))
+
+    real, generated = torch.tensor([0.2], requires_grad=True), torch.tensor([-0.1])
+    lecam = LeCam(args.lecam_decay)
+    lecam.update(torch.tensor(0.3), torch.tensor(-0.2))
+    hinge = 0.5 * ((1 - real).relu().mean() + (1 + generated).relu().mean())
+    regulariser = (real.mean() + 0.2).relu().square() + (0.3 - generated.mean()).relu().square()
+    factor = share(made.adversarial.discriminator(real, generated), hinge, real)
+    found = share(args.lecam_weight * lecam(real, generated), 0.001 * regulariser, real)
+    assert (found, args.discr_max_grad_norm) == pytest.approx((factor, factor))
+    assert args.penalty_weight == 0 and (args.discriminator, args.discr_start_step) == ("maskbit", 20000)
 
 
 @pytest.mark.parametrize("strength, is_limited", [(1, True), (1000, False)])
@@ -194,7 +225,7 @@ def test_a_decoder_is_fine_tuned_by_the_gradient_that_the_loss_of_latent_diffusi
     def at_last_layer(loss: Tensor) -> Tensor:
         return torch.autograd.grad(loss, last_layer, retain_graph=True)[0]
 
-    error = ((2 * fake - 1) - (2 * images - 1)).square() + 0.1 * network()(fake, images)
+    error = ((2 * fake - 1) - (2 * images - 1)).square() + 0.1 * network().distances(fake, images).mean()
     nll = error.sum() / len(images)
     adaptive = at_last_layer(nll).norm() / (at_last_layer(adversarial).norm() + 1e-4)
     assert (adaptive > 1e4) == is_limited

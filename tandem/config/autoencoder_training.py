@@ -24,7 +24,10 @@ from .fields import Requirement, above_0, flag, when
 # The largest --gan_weight_scale with which models without a perceptual loss nearly kept their PSNR: docs/vqgan.md.
 _MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
 
-_PERCEPTUAL = when("perceptual", "vgg", "lpips")
+_VGG = when("perceptual", "vgg", "lpips")
+_PERCEPTUAL = when("perceptual", "vgg", "lpips", "resnet50")
+# Channels of the first layer of MaskBit's discriminator, for images of 256 pixels.
+_MASKBIT_DIM = 128
 
 #: The requirement of flags for the validation.
 VALIDATION = Requirement(
@@ -66,16 +69,24 @@ class GANFlags:
         title="model",
         fixed_on_resume=True,
     )
+    discriminator: str = flag(
+        "muse",
+        "layers of the discriminator of images: muse: 4 x 4 convolutions of stride 2; maskbit: 3 x 3 convolutions and "
+        "a fixed blur before each halving, as in MaskBit",
+        choices=("muse", "maskbit"),
+        title="GAN",
+        fixed_on_resume=lambda kind: kind or "muse",  # runs of earlier versions have no such setting
+    )
     discr_dim: int | None = flag(
         None,
-        "channels of the discriminator's first layer (default: as many as the generator's)",
+        f"channels of the discriminator's first layer (default: as many as the generator's; maskbit: {_MASKBIT_DIM})",
         width,
-        title="GAN",
         fixed_on_resume=True,
     )
     discr_layers: int = flag(
         4,
-        "halvings of the image by the discriminator; the image's side must be at least 4 x 2^N pixels",
+        "halvings of the image by the discriminator; the image's side must be at least 4 x 2^N pixels (maskbit, if all "
+        "are images: 2^N)",
         size,
         fixed_on_resume=True,
     )
@@ -147,8 +158,8 @@ class GANFlags:
     )
     perceptual: str = flag(
         "none",
-        "kind of perceptual loss: distance of VGG16 features, or LPIPS",
-        choices=("none", "vgg", "lpips"),
+        "kind of perceptual loss: distance of VGG16 features, LPIPS, or distance of a ResNet-50's logits",
+        choices=("none", "vgg", "lpips", "resnet50"),
         title="perceptual loss",
     )
     perceptual_weights: str | None = flag(
@@ -159,6 +170,13 @@ class GANFlags:
         requires=_PERCEPTUAL,
     )
     perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, requires=_PERCEPTUAL)
+    gram_loss_weight: float = flag(
+        0.0,
+        "weight of the squared distance of the Gram matrices of the VGG16's features, a part of the reconstruction "
+        "loss beside the perceptual one; 0: none",
+        non_negative_float,
+        requires=_VGG,
+    )
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
@@ -167,7 +185,8 @@ class GANFlags:
         the pixel loss degrades the reconstruction."""
         if args.train == "decoder" and not args.init_from:
             parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
-        args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)
+        default_dim = _MASKBIT_DIM if args.discriminator == "maskbit" else getattr(args, cls.generator_width)
+        args.discr_dim = args.discr_dim or default_dim
         if args.gan_weight_scale is None:
             is_reduced = args.gan_weight == "adaptive" and args.perceptual == "none"
             args.gan_weight_scale = 0.1 if is_reduced else 1.0

@@ -20,6 +20,11 @@ LPIPS_HEADS = PublishedFile(
     "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/vgg.pth",
     7_289, "a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868",
 )  # fmt: skip
+RESNET50 = PublishedFile(
+    "torchvision's ResNet-50 (IMAGENET1K_V1)", ("resnet50-0676ba61.pth",),
+    "https://download.pytorch.org/models/resnet50-0676ba61.pth",
+    102_530_333, "0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
+)  # fmt: skip
 INCEPTION = PublishedFile(
     "FID's Inception", ("pt_inception-2015-12-05-6726825d.pth", "weights-inception-2015-12-05-6726825d.pth"),
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",

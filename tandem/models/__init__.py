@@ -9,7 +9,7 @@ from tandem.lazy import lazy_names
 if TYPE_CHECKING:
     from .audio_text.mulan import MuLaN, MulanOutput
     from .autoencoders.discrete_vae import DiscreteVAE, VAEOutput
-    from .autoencoders.discriminator import Discriminator, VideoDiscriminator
+    from .autoencoders.discriminator import Discriminator, MaskBitDiscriminator, VideoDiscriminator
     from .autoencoders.video_tokenizer import VideoTokenizer, VideoTokenizerOutput
     from .autoencoders.vqgan import VQGAN, VQGANOutput
     from .base import build_in_memory
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from .layers.video.causal import StreamState
 
 __all__ = [
-    "VQGAN", "Clip", "Decoder", "DiffusionLoss", "DiffusionLossOutput", "DiscreteVAE", "Discriminator", "MuLaN",
-    "MulanOutput", "StreamState", "Unet", "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer",
-    "VideoTokenizerOutput", "build_in_memory", "check_frames", "i3d_features", "load_lpips", "load_perceptual",
-    "with_embeddings",
+    "VQGAN", "Clip", "Decoder", "DiffusionLoss", "DiffusionLossOutput", "DiscreteVAE", "Discriminator",
+    "MaskBitDiscriminator", "MuLaN", "MulanOutput", "StreamState", "Unet", "VAEOutput", "VQGANOutput",
+    "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput", "build_in_memory", "check_frames", "i3d_features",
+    "load_lpips", "load_perceptual", "with_embeddings",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
     "Clip": "features.clip", "Decoder": "diffusion.decoder", "DiffusionLoss": "diffusion.losses",
     "DiffusionLossOutput": "diffusion.losses", "DiscreteVAE": "autoencoders.discrete_vae",
-    "Discriminator": "autoencoders.discriminator", "MuLaN": "audio_text.mulan", "MulanOutput": "audio_text.mulan",
+    "Discriminator": "autoencoders.discriminator", "MaskBitDiscriminator": "autoencoders.discriminator",
+    "MuLaN": "audio_text.mulan", "MulanOutput": "audio_text.mulan",
     "StreamState": "layers.video.causal",
     "Unet": "diffusion.unet", "VAEOutput": "autoencoders.discrete_vae", "VQGAN": "autoencoders.vqgan",
     "VQGANOutput": "autoencoders.vqgan", "VideoDiscriminator": "autoencoders.discriminator",

@@ -214,19 +214,21 @@ def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
     return build(*read_model(location, name="discriminator"), location) if from_runs and kind == "checkpoint" else None
 
 
-def init_discriminator(model_class: Any, args: Any) -> Any:
-    """The discriminator of this class that the arguments of a run describe. Its weights are those in the public file of
-    --init_from if that holds a discriminator, else random by --seed, the same on every process."""
+def init_discriminator(model_class: Any, args: Any, **more: Any) -> Any:
+    """The discriminator of this class that the arguments of a run, and `more` constructor arguments, describe. Its
+    weights are those in the public file of --init_from if that holds a discriminator, else random by --seed, the same
+    on every process."""
     import torch
 
     from tandem.models import build_in_memory
 
     torch.manual_seed(args.seed)
-    discriminator = build_in_memory(model_class, dim=args.discr_dim, layers=args.discr_layers)
+    discriminator = build_in_memory(model_class, dim=args.discr_dim, layers=args.discr_layers, **more)
     if args.init_from and (pretrained := load_discriminator(Path(args.init_from), from_runs=False)):
-        if pretrained.config != discriminator.config:
+        if pretrained.description() != discriminator.description():
             flags = " and ".join(f"--discr_{name} {pretrained.config[name]}" for name in ("dim", "layers"))
-            raise ValueError(f"the discriminator in {args.init_from} needs {flags}")
+            kind = "--discriminator muse, " if args.discriminator != "muse" else ""
+            raise ValueError(f"the discriminator in {args.init_from} needs {kind}{flags}")
         discriminator.load_state_dict(pretrained.state_dict())
     discriminator.check_side(args.image_size)
     return discriminator

@@ -24,7 +24,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
+from tandem.io.published import VGG16
 from tandem.models import VQGAN
+from tandem.models.features.lpips import PerceptualLoss
 from tandem.weights.formats.towers import read_text_tower
 from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
@@ -51,6 +53,7 @@ N_PHOTOS, BROKEN = 60, (5, 17, 40)
 COMMON = {**RUN, "batch_size": 12, "epochs": 100, "max_steps": 6, "ema_decay": 0.9, "validate_every_n_steps": 3,
           "sample_every_n_steps": 3, "seed": 3}  # fmt: skip
 ADVERSARIAL = {"discr_start_step": 2, "lecam_weight": 0.1, "apply_grad_penalty_every": 2, "max_grad_norm": 0.5}
+MASKBIT = {"discriminator": "maskbit", "discr_dim": 8}
 HIERARCHICAL = {"hierarchical_layers": 1}
 OWN_SIZES = ("audio_dim", "audio_depth", "text_dim", "text_depth", "n_fft", "hop_length", "n_mels", "patch_size")
 TAMING = {"body": "taming", "ch_mult": "1,2,2", "attention_levels": "1", "norm_groups": 4}
@@ -58,7 +61,11 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "vae": ("train_vae", {"max_grad_norm": 0.05, "random_flip": None, "num_images_save": 11}),
     **{
         f"vqgan-{quantizer}": ("train_vqgan", {**ADVERSARIAL, "quantizer": quantizer, **more})
-        for quantizer, more in {"lfq": {}, "vq": {}, "fsq": {"fsq_levels": "4,4,4"}, "bsq": {}, "ibq": {}}.items()
+        for quantizer, more in {
+            # With `perceptual_weights`, an untrained VGG16.
+            "lfq": {"perceptual": "vgg", "gram_loss_weight": 1}, "vq": {}, "fsq": {"fsq_levels": "4,4,4"},
+            "bsq": MASKBIT, "ibq": MASKBIT,
+        }.items()
     },
     "taming-kl": (
         "train_vqgan",
@@ -75,9 +82,9 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         f"tokenizer-{quantizer}": (
             "train_tokenizer",
             {**ADVERSARIAL, "quantizer": quantizer, "image_folder": "demo:shapes:64", "image_every": 3,
-             "equivariance_weight": 0.5, "latent_noise": 2},
+             "equivariance_weight": 0.5, "latent_noise": 2, **more},
         )
-        for quantizer in ("vq", "lfq")
+        for quantizer, more in (("vq", {}), ("lfq", MASKBIT))
     },
     # Dropped conditions, linear attention, a weighted loss, a learned variance, noise on the smaller picture, crops.
     "decoder": (
@@ -130,6 +137,8 @@ def flags(name: str, folder: Path) -> list[str]:
         data = str(in_one_step(folder / "photos", sixty_photos))
     if name == "mulan-frozen":
         more = {**more, "text_tower": text_tower(folder), "audio_tower": in_one_step(folder / "audio", audio_folder)}
+    if name == "vqgan-lfq":
+        more = {**more, "perceptual_weights": in_one_step(folder / "vgg16", write_vgg16)}
     if name == "taming-decoder":
         more = {**more, "init_from": in_one_step(folder / "latents", write_latents)}
     return words({**COMMON, SCRIPTS[script].data.flag: data, **tiny, **more})
@@ -187,6 +196,11 @@ def write_latents(folder: Path) -> None:
     torch.manual_seed(7)
     shape = {"ch_mult": [1, 2, 2], "attention_levels": [1], "num_resnet_blocks": [2]}
     VQGAN.from_dict({**TAMING, **shape, "image_size": 16, "dim": 8, "quantizer": "kl"}).save_pretrained(folder)
+
+
+def write_vgg16(folder: Path) -> None:
+    torch.manual_seed(7)
+    torch.save(PerceptualLoss("vgg").state_dict(), folder / VGG16.names[0])
 
 
 def pictures(run_folder: Path) -> dict[str, np.ndarray]:

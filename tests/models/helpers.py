@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.models.autoencoders import QuantizerConfig
-from tandem.models.features.lpips import PerceptualLoss
+from tandem.models.features.lpips import LogitDistance, PerceptualLoss
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.base import Quantizer
 
@@ -88,9 +88,13 @@ def lively(model: nn.Module) -> Any:
     return model
 
 
-def narrow(kind: str) -> PerceptualLoss:
-    """A perceptual distance of few channels whose activations do not vanish."""
+def narrow(kind: str) -> Any:
+    """A perceptual distance of few channels, or blocks, whose activations do not vanish."""
     torch.manual_seed(0)
+    if kind == "resnet50":
+        model = LogitDistance((1, 1, 1, 1))
+        model.side = 64
+        return model
     model = PerceptualLoss(kind, NARROW)
     with torch.no_grad():
         for parameter in model.features.parameters():

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from tandem.models import Discriminator, VideoDiscriminator
+from tandem.models import Discriminator, MaskBitDiscriminator, VideoDiscriminator
+from tandem.models.autoencoders.discriminator import Blur, MaxPool
 from tests.models.helpers import refused, some_images, some_videos
 
 FRAMES = torch.tensor([1, 4])
@@ -39,6 +41,49 @@ def test_the_smallest_image_gives_one_logit_and_a_smaller_one_is_an_error_with_t
         assert "15 pixels" in said and "2 layers (--discr_layers), which needs 16" in said
         assert "or lower --discr_layers to 1" in said and small(layers=1)(images).shape[0] == 2
     assert "15 pixels" in refused(of_videos(), some_videos(2, 5, 15, 15), FRAMES)
+    # MaskBit's has a padded head: one place is enough, but not for the heads of clips.
+    maskbit = MaskBitDiscriminator.from_dict({"dim": 4, "layers": 2})
+    assert maskbit(some_images(size=4)).shape == (2, 1, 1, 1)
+    assert "3 pixels" in refused(maskbit, some_images(size=3))
+    assert "15 pixels" in refused(of_videos(frame_head="maskbit"), some_videos(2, 5, 15, 15), FRAMES)
+
+
+def test_maskbits_has_the_layers_of_the_paper_and_7_4_million_weights() -> None:
+    """5 x 5, four times 3 x 3 without bias of a norm before it, 1 x 1, 5 x 5: 7,431,297 of its authors' code."""
+    with torch.device("meta"):
+        model = MaskBitDiscriminator.from_dict({"dim": 128})
+    assert sum(weight.numel() for weight in model.parameters()) == 7_431_297
+    assert [m.num_groups for m in model.modules() if isinstance(m, nn.GroupNorm)] == [32] * 4
+    shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert shapes == [(128, 3, 5, 5), (128, 128, 3, 3), (256, 128, 3, 3), (512, 256, 3, 3), (1024, 512, 3, 3),
+                      (1024, 1024, 1, 1), (1, 1024, 5, 5)]  # fmt: skip
+    assert model(torch.empty(2, 3, 256, 256, device="meta")).shape == (2, 1, 16, 16)
+
+
+def test_the_blur_keeps_a_constant_spreads_an_impulse_and_is_a_convolution_with_an_outer_product() -> None:
+    blur = Blur()
+    inside = blur(torch.ones(1, 2, 8, 8))
+    assert inside.shape == (1, 2, 4, 4) and torch.equal(inside[..., 1:-1, 1:-1], torch.ones(1, 2, 2, 2))
+    assert inside[0, 0, 0, 0] == (7 / 8) ** 2 and inside[0, 0, 0, 1] == 7 / 8  # a row and a column of zeros outside
+    impulse = torch.zeros(1, 1, 8, 8)
+    impulse[0, 0, 3, 4] = 64
+    spread = torch.zeros(4, 4)  # each of two rows and two columns: with weights 3 and 1, and 1 and 3
+    spread[1:3, 1:3] = torch.tensor([[3.0 * 1, 3 * 3], [1 * 1, 1 * 3]])
+    assert torch.equal(blur(impulse)[0, 0], spread)
+    x, kernel = torch.randn(2, 3, 10, 14), torch.tensor([1.0, 3, 3, 1]).outer(torch.tensor([1.0, 3, 3, 1])) / 64
+    expected = [F.conv2d(x[:, c : c + 1], kernel[None, None], stride=2, padding=1) for c in range(3)]
+    torch.testing.assert_close(blur(x), torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize("size", [(5, 16), (32, 17), (33, 40)])
+def test_the_largest_of_each_window_is_that_of_adaptive_pooling_and_small_maps_stay(size: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, *size).requires_grad_()
+    expected = F.adaptive_max_pool2d(x, tuple(min(side, 16) for side in size))
+    found = MaxPool(16)(x)
+    assert torch.equal(found, expected)
+    weights = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad((each * weights).sum(), x)[0] for each in (found, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 def sees(logits: Tensor, videos: Tensor) -> list[list[int]]:

@@ -26,7 +26,6 @@ from tandem import models
 from tandem.config.models.autoencoders import QUANTIZERS
 from tandem.models import VQGAN, DiscreteVAE, Discriminator, MuLaN, Unet, VideoTokenizer
 from tandem.models.base import Pretrained
-from tandem.models.features.lpips import PerceptualLoss
 from tandem.weights.load import load_model
 from tests.models import helpers
 from tests.models.helpers import (
@@ -164,16 +163,17 @@ MODELS = {
     "unet": unet(self_attn=[1, 0], image_embed_scale=2.0, learned_variance=True),
     "unet of every option": unet(**EVERY_OPTION),
     "discriminator": Case(Discriminator, {"dim": 8, "layers": 2}, images, {}, {"dim": 9}),
+    "maskbit discriminator": Case(models.MaskBitDiscriminator, {"dim": 32, "layers": 2}, images, {}, {"dim": 9}),
     "video discriminator": Case(
         models.VideoDiscriminator, {"dim": 8, "layers": 2},
         lambda model: {"videos": some_videos(BATCH, 5, 16, 16), "frames": torch.tensor([1, 4, 0])}),
-    "vgg": distance("vgg"), "lpips": distance("lpips"),
+    "vgg": distance("vgg"), "lpips": distance("lpips"), "resnet50": distance("resnet50"),
 }  # fmt: skip
 SAVED = [name for name, case in MODELS.items() if case.other]
 AUTOENCODERS = [name for name, case in MODELS.items() if case.kind in (VQGAN, VideoTokenizer)]
 OF_CODES = [name for name in AUTOENCODERS if not name.endswith("kl")]
 TOWERS = [name for name in MODELS if "mu" in name]
-DISTANCES = ("vgg", "lpips")
+DISTANCES = ("vgg", "lpips", "resnet50")
 RECOMPUTED = ["lfq", "taming-kl", *(name for name in MODELS if "unet" in name or "tokenizer" in name), *TOWERS]
 each = pytest.mark.parametrize("name", MODELS)
 
@@ -194,7 +194,7 @@ def made(name: str, **changes: Any) -> Any:
 
 def results(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """All that a forward pass gives, losses included, by name."""
-    out = model.distances(**inputs) if isinstance(model, PerceptualLoss) else model(**inputs)
+    out = model.distances(**inputs) if hasattr(model, "distances") else model(**inputs)
     if isinstance(out, Tensor):
         return {"out": out}
     named = {str(head): logits for head, logits in enumerate(out)} if isinstance(out, list) else out._asdict()
@@ -266,7 +266,9 @@ def test_in_half_precision_all_that_has_a_gradient_is_fp32_and_near_and_gradient
     assert computed == any(not torch.equal(found[key], expected[key]) for key in found)
 
 
-@pytest.mark.parametrize("name", ["vae", *QUANTIZERS, "taming-vq", "taming-kl", "discriminator"])
+@pytest.mark.parametrize(
+    "name", ["vae", *QUANTIZERS, "taming-vq", "taming-kl", "discriminator", "maskbit discriminator"]
+)
 def test_convolutions_see_activations_channels_last_whatever_the_order_of_the_weights(name: str) -> None:
     """Backends store weights in orders of their own, from which the bits of a result must not follow."""
     model, seen = made(name), []
@@ -464,7 +466,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
         "input_kernel": (4, -1), "time_window": (-1,), "init_dim": (0,),
     },
     partial(built, Discriminator, dim=4): {"channels": (0,)}, partial(built, Discriminator): {"dim": (0,)},
-    discriminator: {"layers": (0, 4_000_000)},
+    discriminator: {"layers": (0, 4_000_000), "frame_head": ("patch",)},
     unet_of: {
         "dim": (7, 2), "dim_mults": ([], [1, 0], 4), "self_attn": ([1] * 3, [2, 0]), "num_resnet_blocks": ([1, 2, 3],),
         "resnet_groups": (3,), "attn_heads": (0,), "lowres_noise_cond": (True,), "image_embed_scale": (0, math.nan),
@@ -511,7 +513,7 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         ("lfq", {"inv_temperature": 0}, "greater than 0"), ("fsq", {"fsq_levels": [8, 2]}, "3 or more"),
         ("vq", {"codebook_dim": 0}, "codebook_dim 0"), ("vq", {"vq_decay": 1.0}, "vq_decay 1.0"),
         ("ibq", {"codebook_size": 1}, "codebook_size 1"), ("fsq", {"codebook_size": 512}, "256, 1024"))),
-    (tandem.models.features.lpips.load_perceptual, {"kind": "alex"}, "none, vgg, lpips"),
+    (tandem.models.features.lpips.load_perceptual, {"kind": "alex"}, "none, vgg, lpips, resnet50"),
 ]  # fmt: skip
 ALONE = [(build, {argument: value}) for build, of_build in WRONG.items() for argument, values in of_build.items()
          for value in values]  # fmt: skip

@@ -1,10 +1,11 @@
-"""The perceptual distances against torchvision's VGG16, and where weights are found. The LPIPS package is compared in
-tests/test_evaluate.py."""
+"""The perceptual distances against torchvision's VGG16 and ResNet-50, and where weights are found. The LPIPS package is
+compared in tests/test_evaluate.py."""
 
 from __future__ import annotations
 
 import functools
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
+from torchvision.models.resnet import Bottleneck, ResNet
 
 from tandem.io.fetching import MIRROR, PublishedFile
-from tandem.io.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
-from tandem.models.features.lpips import PerceptualLoss, load_lpips, load_perceptual
+from tandem.io.published import LPIPS_HEADS, PUBLISHED, RESNET50, VGG16, read_state_dict
+from tandem.models.features.lpips import LogitDistance, PerceptualLoss, load_lpips, load_perceptual
 from tests.models.helpers import NARROW, assert_same_bits, narrow, refused, some_images
 
 HEADS_FILE = Path(lpips.__file__).parent / "weights/v0.1/vgg.pth"
@@ -62,7 +65,73 @@ def test_vgg_is_the_mean_squared_difference_of_torchvisions_last_relu() -> None:
     expected = difference.square().mean((1, 2, 3))
     assert difference.shape == (2, 8, 2, 2) and expected.min() > 0
     torch.testing.assert_close(model.distances(reconstructions, images), expected)
-    torch.testing.assert_close(model(reconstructions, images), expected.mean())
+    torch.testing.assert_close(model(reconstructions, images), {"perceptual_loss": expected.mean()})
+
+
+@pytest.mark.parametrize(("blocks", "side", "size"), [((3, 4, 6, 3), 224, 256), ((1, 1, 1, 1), 64, 32)])
+def test_resnet50_is_the_mean_squared_difference_of_torchvisions_logits_in_eval_mode(
+    blocks: tuple[int, ...], side: int, size: int, tmp_path: Path
+) -> None:
+    """Images are shrunk to the 224 pixels of the real network; or enlarged, for one that is tiny."""
+    torch.manual_seed(0)
+    network = ResNet(Bottleneck, list(blocks))
+    for module in network.modules():  # statistics that are not those of the batch
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 2)
+    weights = network.eval().state_dict()
+    # Older files do not count the batches.
+    torch.save({name: each for name, each in weights.items() if "num_batches" not in name}, tmp_path / "old.pth")
+    model = load_perceptual("resnet50", tmp_path / "old.pth") if side == 224 else LogitDistance(blocks)
+    assert isinstance(model, LogitDistance)
+    if side == 224:
+        assert_same_bits(model.network, weights)
+    else:
+        model.network.load_state_dict(weights)
+    model.side = side
+    assert not model.train().network.training and not any(weight.requires_grad for weight in model.parameters())
+    images, reconstructions = pair(size=size, batch=1 if side == 224 else 2)
+    reconstructions.requires_grad_()
+    loss = model(reconstructions, images)["perceptual_loss"]
+    (gradient,) = torch.autograd.grad(loss, reconstructions)
+    resize = functools.partial(F.interpolate, size=(side, side), mode="bilinear", antialias=True, align_corners=False)
+    normalize = torchvision.transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    ours, theirs = (network(normalize(resize(each))) for each in (reconstructions, images))
+    expected = F.mse_loss(ours, theirs.detach())
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
+    (public,) = torch.autograd.grad(expected, reconstructions)
+    assert (gradient - public).norm() < 1e-2 * public.norm()  # rounding lets a ReLU take the other side
+
+
+@KINDS
+def test_the_gram_loss_is_the_squared_distance_of_gram_matrices_of_four_blocks_image_by_image(kind: str) -> None:
+    model, (images, reconstructions) = narrow(kind), pair()
+    model.has_gram = True
+    found = model(reconstructions, images)
+    assert torch.equal(found["perceptual_loss"], narrow(kind)(reconstructions, images)["perceptual_loss"])
+    expected = []
+    for both in zip(reconstructions, images, strict=True):
+        total = 0.0
+        blocks = zip(*(model._activations(each[None]) for each in both), strict=True)
+        for x, y in list(blocks)[:4]:  # relu1_2, relu2_2, relu3_3, relu4_3
+            grams = [torch.einsum("chw,dhw->cd", f[0].double(), f[0].double()) / f.numel() for f in (x, y)]
+            total += float((grams[0] - grams[1]).square().sum())
+        expected.append(total)
+    assert min(expected) > 0
+    torch.testing.assert_close(found["gram_loss"].item(), sum(expected) / 2, rtol=1e-5, atol=0)
+
+
+def test_the_gram_loss_ignores_where_a_texture_is() -> None:
+    model, (images, _) = narrow("vgg"), pair(size=64)
+    model.has_gram = True
+    moved = images.roll((16, 16), (2, 3))
+    terms, others = model(moved, images), model(pair(size=64)[1] ** 2, images)
+    assert terms["gram_loss"] < 0.1 * others["gram_loss"] and terms["perceptual_loss"] > 0.1 * others["perceptual_loss"]
+
+
+def test_without_torchvision_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models.resnet", None)
+    assert "pip install --upgrade torch torchvision" in refused(load_perceptual, "resnet50")
 
 
 @KINDS
@@ -108,6 +177,7 @@ def test_one_named_file_may_hold_everything_and_goes_before_the_cache(kind: str,
 
 @pytest.mark.parametrize(("kind", "file", "flag", "way_out"), [
     ("vgg", VGG16, "--perceptual_weights", "--perceptual none"), ("lpips", LPIPS_HEADS, "--lpips_weights", "no --"),
+    ("resnet50", RESNET50, "--perceptual_weights", "--perceptual none"),
 ])  # fmt: skip
 def test_offline_weights_that_are_nowhere_are_one_line_with_file_place_and_the_way_out(
     kind: str, file: PublishedFile, flag: str, way_out: str, cache: Path
@@ -117,7 +187,7 @@ def test_offline_weights_that_are_nowhere_are_one_line_with_file_place_and_the_w
         torch.save(part(published(narrow(kind)), "features"), cache / TRUNK_NAME)
     said = refused(load_perceptual, kind, PUBLISHED, widths=NARROW, flag=flag)
     assert all(text in said for text in (str(file), str(cache), flag, f"({way_out}"))
-    assert ("--lpips_weights" if kind == "vgg" else "--perceptual") not in said
+    assert ("--perceptual" if kind == "lpips" else "--lpips_weights") not in said
 
 
 def test_weights_that_are_not_given_are_fetched_as_published(

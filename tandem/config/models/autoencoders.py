@@ -241,7 +241,7 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
 
 @dataclass
 class DiscriminatorConfig(ModelConfig):
-    """Configuration of a `Discriminator`.
+    """Configuration of a `Discriminator` or a `MaskBitDiscriminator`.
 
     Args:
         dim: Channels after the first convolution and the first halving; they double with each further halving.
@@ -260,10 +260,12 @@ class VideoDiscriminatorConfig(ModelConfig):
     Args:
         dim: Channels of the first layer of each head.
         layers: Halvings of the side in every head.
+        frame_head: Kind of the head that sees single frames: "muse" or "maskbit".
     """
 
     dim: int
     layers: int = 4
+    frame_head: str = "muse"
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The patch discriminator (PatchGAN: Isola et al. 2017) of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section
-3.1), and one of videos with several heads: one sees single frames, the others how frames follow one another, as in
-MoCoGAN (Tulyakov et al. 2018)."""
+3.1), that of MaskBit (Weber et al. 2024), and one of videos with several heads: one sees single frames, the others how
+frames follow one another, as in MoCoGAN (Tulyakov et al. 2018)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tandem.config.models.autoencoders import DiscriminatorConfig, VideoDiscriminatorConfig
 from tandem.models.base import Pretrained
@@ -32,6 +33,7 @@ class Discriminator(Pretrained):
 
     Config = DiscriminatorConfig
     num_heads = 1
+    _smallest_map = _LAST_KERNEL  # side of the last grid of channels, for one logit
 
     def __init__(self, config: DiscriminatorConfig) -> None:
         super().__init__(config)
@@ -43,17 +45,17 @@ class Discriminator(Pretrained):
             hint = f"lower --discr_layers to at most {_MAX_LAYERS}"
             raise ValueError(f"a discriminator of {layers} layers halves images as often: {hint}")
         widths = [dim] + [dim * 2**level for level in range(layers)]
-        self.smallest_side = _LAST_KERNEL * 2**layers
         self.layers = nn.Sequential(
             nn.Sequential(nn.Conv2d(channels, dim, 5, padding=2), leaky_relu()),
-            *(
-                nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), group_norm(fan_out), leaky_relu())
-                for fan_in, fan_out in itertools.pairwise(widths)
-            ),
+            *(self._make_halving(fan_in, fan_out) for fan_in, fan_out in itertools.pairwise(widths)),
         )
-        self.to_logits = nn.Sequential(
-            nn.Conv2d(widths[-1], widths[-1], 1), leaky_relu(), nn.Conv2d(widths[-1], 1, _LAST_KERNEL)
-        )
+        self.to_logits = self._make_head(widths[-1])
+
+    def _make_halving(self, fan_in: int, fan_out: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), group_norm(fan_out), leaky_relu())
+
+    def _make_head(self, width: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(width, width, 1), leaky_relu(), nn.Conv2d(width, 1, _LAST_KERNEL))
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) in [0, 1] -> fp32 logits (b, 1, h', w'), h' = floor(h / 2^layers) - 3: 5 for 128 pixels.
@@ -67,19 +69,85 @@ class Discriminator(Pretrained):
 
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError if images of this height or width are too small for one logit."""
-        if pixels < self.smallest_side:
-            max_layers = (pixels // _LAST_KERNEL).bit_length() - 1
-            hint = f", or lower --discr_layers to {max_layers}" if max_layers > 0 else ""
-            raise ValueError(
-                f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers "
-                f"(--discr_layers), which needs {self.smallest_side}: use larger images (--image_size){hint}"
-            )
+        _check_side(pixels, self._smallest_map, len(self.layers) - 1)
+
+
+def _check_side(pixels: int, smallest_map: int, layers: int) -> None:
+    """Raise a ValueError unless ``layers`` halvings leave at least ``smallest_map`` places of so many pixels."""
+    smallest_side = smallest_map * 2**layers
+    if pixels < smallest_side:
+        max_layers = (pixels // smallest_map).bit_length() - 1
+        hint = f", or lower --discr_layers to {max_layers}" if max_layers > 0 else ""
+        raise ValueError(
+            f"images of {pixels} pixels are too small for a discriminator of {layers} layers (--discr_layers), which "
+            f"needs {smallest_side}: use larger images (--image_size){hint}"
+        )
+
+
+class MaskBitDiscriminator(Discriminator):
+    """The discriminator of MaskBit (Weber et al. 2024, arXiv:2409.16211, section 2.3), as its authors' code has it:
+    images to a grid of logits, positive where a patch looks real.
+
+    A 5 x 5 convolution, then ``layers`` halvings (3 x 3 convolution, `Blur`, GroupNorm, LeakyReLU) to dim, 2 dim, 4
+    dim, ... channels, a maximum over windows that leaves at most 16 x 16 places, a 1 x 1 convolution, LeakyReLU and a
+    padded 5 x 5 convolution: logits (b, 1, h', w') with h' = min(floor(h / 2^layers), 16). dim 128 and 4 layers are the
+    authors'. There, smaller grids are enlarged to 16 x 16.
+    """
+
+    _smallest_map = 1
+
+    def _make_halving(self, fan_in: int, fan_out: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(fan_in, fan_out, 3, padding=1), Blur(), group_norm(fan_out, max_groups=32), leaky_relu()
+        )
+
+    def _make_head(self, width: int) -> nn.Sequential:
+        return nn.Sequential(MaxPool(16), nn.Conv2d(width, width, 1), leaky_relu(), nn.Conv2d(width, 1, 5, padding=2))
+
+
+class Blur(nn.Module):
+    """Halves the side after a blur: each channel is convolved with the outer product of (1, 3, 3, 1) / 8 with itself,
+    with stride 2 (Zhang 2019, "Making convolutional networks shift-invariant again"). (b, c, h, w) -> (b, c,
+    floor(h / 2), floor(w / 2)); what lies outside is 0."""
+
+    _kernel: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
+        self.register_buffer("_kernel", torch.outer(weights, weights), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = self._kernel.to(x.dtype).expand(x.shape[1], 1, -1, -1)
+        return F.conv2d(x, kernels, stride=2, padding=1, groups=x.shape[1])
+
+
+class MaxPool(nn.Module):
+    """The maximum in each of ``side`` x ``side`` windows, as of `nn.AdaptiveMaxPool2d`, whose backward pass is not
+    deterministic on a GPU; a smaller height or width stays as it is."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        for dim in (-2, -1):
+            size = x.shape[dim]
+            if size > self.side:
+                # The first place of each window, and the one after its last.
+                windows = [(i * size // self.side, -(-(i + 1) * size // self.side)) for i in range(self.side)]
+                x = torch.stack([x.narrow(dim, first, end - first).amax(dim) for first, end in windows], dim)
+        return x
+
+
+_FRAME_HEADS = {"muse": Discriminator, "maskbit": MaskBitDiscriminator}
 
 
 class VideoDiscriminator(Pretrained):
     """Videos to one tensor of logits for each head, positive where a patch looks real.
 
-    The first head is a `Discriminator`, which sees one frame of each clip. The others are patch discriminators with 3-D
+    The first head is a `Discriminator`, or with ``frame_head`` "maskbit" a `MaskBitDiscriminator`, which sees one frame
+    of each clip. The others are patch discriminators with 3-D
     convolutions: one sees every frame, for fast motion, and one every second frame, for slow motion. No sample
     influences another's logits, and all operations can be differentiated twice, as a gradient penalty needs.
 
@@ -87,7 +155,7 @@ class VideoDiscriminator(Pretrained):
     train the frame head alone; the momentum of an optimizer still moves the others.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number that is not positive, or an unknown kind of head.
     """
 
     Config = VideoDiscriminatorConfig
@@ -96,7 +164,9 @@ class VideoDiscriminator(Pretrained):
 
     def __init__(self, config: VideoDiscriminatorConfig) -> None:
         super().__init__(config)
-        self.frame_head = Discriminator(DiscriminatorConfig(config.dim, config.layers))
+        if config.frame_head not in _FRAME_HEADS:
+            raise ValueError(f"frame_head {config.frame_head!r} is unknown; use {', '.join(_FRAME_HEADS)}")
+        self.frame_head = _FRAME_HEADS[config.frame_head](DiscriminatorConfig(config.dim, config.layers))
         self.clip_heads = nn.ModuleList(_ClipHead(config.dim, config.layers) for _ in _TIME_STRIDES)
 
     def forward(self, videos: Tensor, frames: Tensor) -> list[Tensor]:
@@ -116,7 +186,7 @@ class VideoDiscriminator(Pretrained):
 
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError if videos of this height or width are too small for one logit."""
-        self.frame_head.check_side(pixels)
+        _check_side(pixels, _LAST_KERNEL, len(self.frame_head.layers) - 1)  # that of the clip heads
 
 
 class _ClipHead(nn.Module):

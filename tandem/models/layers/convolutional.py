@@ -82,9 +82,9 @@ def leaky_relu() -> nn.LeakyReLU:
     return nn.LeakyReLU(0.1, inplace=True)
 
 
-def group_norm(channels: int) -> nn.GroupNorm:
-    """With as many groups as the greatest common divisor of 16 and the channels."""
-    return nn.GroupNorm(math.gcd(16, channels), channels)
+def group_norm(channels: int, max_groups: int = 16) -> nn.GroupNorm:
+    """With as many groups as the greatest common divisor of ``max_groups`` and the channels."""
+    return nn.GroupNorm(math.gcd(max_groups, channels), channels)
 
 
 def replicate_filters(conv: Conv, copies: int) -> Conv:

@@ -41,6 +41,12 @@ def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
     return videos[torch.arange(len(videos), device=videos.device), :, frames]
 
 
+def weigh_perceptual(terms: Mapping[str, Tensor], config: Any) -> Tensor:
+    """The terms of the perceptual loss by name, 0-d -> their sum, each with its weight in `GANFlags`, 0-d."""
+    loss = config.perceptual_loss_weight * terms["perceptual_loss"]
+    return loss + config.gram_loss_weight * terms["gram_loss"] if "gram_loss" in terms else loss
+
+
 class _ImageLosses(NamedTuple):
     """The losses of reconstructed images, 0-d, and their gradients."""
 
@@ -87,7 +93,8 @@ class GANLoss:
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
         pixel_loss: Reconstructions and images -> their mean error, 0-d.
-        perceptual_loss: Reconstructions, images and **loss_inputs -> their mean distance, 0-d; None for none.
+        perceptual_loss: Reconstructions, images and **loss_inputs -> the terms of the perceptual loss by name, 0-d, as
+            of `PerceptualLoss`; None for none.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
         loss_inputs: Further arguments of the discriminator and of the perceptual loss.
         generator_inputs: Further arguments of the generator, such as noise.
@@ -96,7 +103,7 @@ class GANLoss:
     def __init__(
         self, config: GANFlags, generator: Any, discriminator: Any, processes: ProcessGroup, *,
         images: Callable[[Mapping[str, Any]], Tensor], pixel_loss: Callable[[Tensor, Tensor], Tensor],
-        perceptual_loss: Callable[..., Tensor] | None, log: Callable[..., None],
+        perceptual_loss: Callable[..., Mapping[str, Tensor]] | None, log: Callable[..., None],
         loss_inputs: FurtherInputs = lambda micro, step: {}, generator_inputs: FurtherInputs = lambda micro, step: {},
     ) -> None:  # fmt: skip
         self._config, self._processes = config, processes
@@ -213,9 +220,9 @@ class GANLoss:
                 loss = recon = self._pixel_loss(fake, micro_batch.images)
                 self._log(recon_loss=recon)
                 if self._perceptual_loss is not None:
-                    distance = self._perceptual_loss(fake, micro_batch.images, **micro_batch.loss_inputs)
-                    loss = recon + self._config.perceptual_loss_weight * distance
-                    self._log(perceptual_loss=distance)
+                    terms = self._perceptual_loss(fake, micro_batch.images, **micro_batch.loss_inputs)
+                    loss = recon + weigh_perceptual(terms, self._config)
+                    self._log(**terms)
             gradients, adversarial = [image_gradient(loss, fake)], loss.new_zeros(())
             if micro_batch.is_adversarial:
                 with self._discriminator.autocast():

@@ -14,8 +14,10 @@ from tandem.devices import to_device
 from tandem.training.noise import Noise
 from tandem.transforms import Transform, possible_sizes
 
+from .gan import weigh_perceptual
+
 if TYPE_CHECKING:
-    from tandem.training.losses.gan import MicroBatch
+    from .gan import MicroBatch
 
 _SMALLEST_PERCEPTUAL_SIDE = 16  # pixels that `PerceptualLoss` needs
 
@@ -36,7 +38,7 @@ class LatentLosses:
 
     def __init__(
         self, config: Any, generator: Any, samples: str, device: torch.device,
-        pixel_loss: Callable[[Tensor, Tensor], Tensor], perceptual_loss: Callable[..., Tensor] | None,
+        pixel_loss: Callable[[Tensor, Tensor], Tensor], perceptual_loss: Callable[..., Mapping[str, Tensor]] | None,
     ) -> None:  # fmt: skip
         self._config, self._generator, self._samples, self._device = config, generator, samples, device
         self._pixel_loss, self._perceptual_loss = pixel_loss, perceptual_loss
@@ -89,8 +91,8 @@ class LatentLosses:
         with self._generator.autocast():
             loss = self._pixel_loss(out.transformed, target)
             if self._perceptual_loss is not None and target.shape[-1] >= _SMALLEST_PERCEPTUAL_SIDE:
-                distance = self._perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
-                loss = loss + self._config.perceptual_loss_weight * distance
+                perceptual_terms = self._perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
+                loss = loss + weigh_perceptual(perceptual_terms, self._config)
         return {"equivariance_loss": loss}
 
     def _draw_transform(self, step: int, positions: Sequence[int]) -> Transform:

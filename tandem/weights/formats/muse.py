@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
 from tandem.io.weights import on_cpu, save_pickled
-from tandem.models.autoencoders.discriminator import Discriminator
+from tandem.models.autoencoders.discriminator import Discriminator, MaskBitDiscriminator
 from tandem.models.autoencoders.vqgan import VQGAN
 
 from .description import format_arguments
@@ -113,6 +113,8 @@ def _check_has_public_form(model: VQGAN) -> None:
 
 def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discriminator | None) -> str:
     """Why a VQGanVAE of this `VQGAN.config` cannot have this discriminator; "" if it can."""
+    if isinstance(discriminator, MaskBitDiscriminator):
+        return "its discriminator is left out: a VQGanVAE has none of MaskBit's kind"
     for name in ("dim", "channels"):
         if discriminator is not None and discriminator.config[name] != config[name]:
             difference = f"its {name} is {discriminator.config[name]}, and a VQGanVAE needs {config[name]}"

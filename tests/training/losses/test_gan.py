@@ -32,7 +32,7 @@ BATCH = 8
 RULES = {
     "gan_loss": "hinge", "gan_weight": "adaptive", "gan_weight_max": 1e4, "gan_weight_scale": 1.0,
     "penalty": "one_centred", "penalty_weight": 10.0, "lecam_weight": 0.0, "lecam_decay": 0.999,
-    "perceptual_loss_weight": 0.7, "discr_start_step": 0, "apply_grad_penalty_every": 1,
+    "perceptual_loss_weight": 0.7, "gram_loss_weight": 3.0, "discr_start_step": 0, "apply_grad_penalty_every": 1,
 }  # fmt: skip
 RATE = 1e-2
 
@@ -220,10 +220,11 @@ class Reconstructor(nn.Module):
         return conv3d_weight(before, (3, 4, 3, 3, 3), gradient, padding=(0, 1, 1)).flatten()
 
 
-def frame_error(fake: Tensor, videos: Tensor, frames: Tensor) -> Tensor:
-    """That of one frame of each clip."""
+def frame_errors(fake: Tensor, videos: Tensor, frames: Tensor) -> dict[str, Tensor]:
+    """Those of one frame of each clip, by the names of the terms of a perceptual loss."""
     rows = torch.arange(len(videos))
-    return F.l1_loss(fake[rows, :, frames], videos[rows, :, frames])
+    pair = fake[rows, :, frames], videos[rows, :, frames]
+    return {"perceptual_loss": F.l1_loss(*pair), "gram_loss": F.mse_loss(*pair)}
 
 
 @pytest.mark.parametrize("penalty", ["one_centred", "zero_centred"])
@@ -236,7 +237,7 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
         backend, generator, discriminator,
         {"lecam_weight": 0.3, "penalty": penalty, "penalty_weight": 0.2, "apply_grad_penalty_every": 2},
         loss_inputs=lambda micro, step: {"frames": (micro["positions"] + step) % micro["x"].shape[2]},
-        pixel_loss=F.mse_loss, perceptual_loss=frame_error,
+        pixel_loss=F.mse_loss, perceptual_loss=frame_errors,
     )  # fmt: skip
     lecam = LeCam(0.999, heads=3)
     for step, length in enumerate((1, 5, 5)):
@@ -246,7 +247,8 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
         game.update_discriminator(batch, step, game.fakes)
 
         fake = plain_g(x).reconstruction
-        nll = F.mse_loss(fake, x) + 0.7 * frame_error(fake, x, frames)
+        terms = frame_errors(fake, x, frames)
+        nll = F.mse_loss(fake, x) + 0.7 * terms["perceptual_loss"] + 3.0 * terms["gram_loss"]
         gan = torch.stack([-logits.mean() for logits in plain_d(fake, frames)]).sum()
         norms = [torch.autograd.grad(of, plain_g.last.weight, retain_graph=True)[0].norm() for of in (nll, gan)]
         weight = (norms[0] / norms[1]).detach()
