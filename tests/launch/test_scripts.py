@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
 from tandem.models import VQGAN
 from tandem.weights.formats.towers import read_text_tower
-from tests.models.towers import audio_folder, text_folder
+from tests.models.towers import audio_folder, text_folder, vision_folder
 from tests.scripts import (
     RUN,
     SCRIPTS,
@@ -53,6 +53,7 @@ COMMON = {**RUN, "batch_size": 12, "epochs": 100, "max_steps": 6, "ema_decay": 0
 ADVERSARIAL = {"discr_start_step": 2, "lecam_weight": 0.1, "apply_grad_penalty_every": 2, "max_grad_norm": 0.5}
 HIERARCHICAL = {"hierarchical_layers": 1}
 OWN_SIZES = ("audio_dim", "audio_depth", "text_dim", "text_depth", "n_fft", "hop_length", "n_mels", "patch_size")
+ALIGNED = ("taming-kl", "tokenizer-vq")
 TAMING = {"body": "taming", "ch_mult": "1,2,2", "attention_levels": "1", "norm_groups": 4}
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "vae": ("train_vae", {"max_grad_norm": 0.05, "random_flip": None, "num_images_save": 11}),
@@ -130,6 +131,8 @@ def flags(name: str, folder: Path) -> list[str]:
         data = str(in_one_step(folder / "photos", sixty_photos))
     if name == "mulan-frozen":
         more = {**more, "text_tower": text_tower(folder), "audio_tower": in_one_step(folder / "audio", audio_folder)}
+    if name in ALIGNED:
+        more = {**more, "align_with": in_one_step(folder / "vision", vision_folder), "align_cosine_margin": 0}
     if name == "taming-decoder":
         more = {**more, "init_from": in_one_step(folder / "latents", write_latents)}
     return words({**COMMON, SCRIPTS[script].data.flag: data, **tiny, **more})
