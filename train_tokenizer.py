@@ -27,7 +27,7 @@ from tandem.config.models.autoencoders import QuantizerLossFlags, VideoTokenizer
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import DecayingOptimizerFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
-from tandem.weights.load import init_discriminator, init_model
+from tandem.weights.load import init_discriminator, init_model, load_vision
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -113,12 +113,14 @@ def train(config: Config, backend: distributed.Backend) -> None:
         has_gram = config.gram_loss_weight > 0
         perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, gram=has_gram, **options)
         lpips = models.load_lpips(config.lpips_weights, **options)
+        vision = load_vision(config.align_with, device, heartbeat)
         i3d = models.i3d_features(config.fvd_weights, config.num_frames, device)
         make_optimizer = partial(training.make_optimizer, weight_decay=config.weight_decay, lion=config.use_lion)
         optimizer = make_optimizer(generator, config.learning_rate, config.betas)
         discr_optimizer = make_optimizer(discriminator, discr_lr, discr_betas)
     feed = data.video_data(config, processes)
-    networks = {"generator": generator, "discriminator": discriminator}
+    networks: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
+    networks |= {} if vision is None else {"projection": vision}  # the model that a checkpoint's projection belongs to
     run = training.Run(config, backend, feed, models=networks, columns=COLUMNS)
     generator.quantizer.connect(processes)
     autocast = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
@@ -151,6 +153,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     pixel_loss, distance = F.l1_loss if config.l1_recon_loss else F.mse_loss, perceptual and frame_distance
     latent_losses = training.LatentLosses(config, tokenizer, "videos", device, pixel_loss, distance)
+    alignment = training.Alignment(
+        config, backend, tokenizer, vision, partial(make_optimizer, lr=config.learning_rate, betas=config.betas),
+        run.add,
+    )  # fmt: skip
     gan_loss = training.GANLoss(
         config, tokenizer, discr, processes, images=videos_of, pixel_loss=pixel_loss,
         perceptual_loss=distance, loss_inputs=sample_frames, generator_inputs=latent_losses.inputs, log=run.add,
@@ -160,7 +166,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         next_command=("encode.py", "--video_folder", data_path(config), "--output", f"{config.output_dir}/codes"),
     )  # fmt: skip
-    run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
+    run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
     total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
@@ -171,18 +177,19 @@ def train(config: Config, backend: distributed.Backend) -> None:
         discr.lr = with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
-        weights["equivariance_loss"] = config.equivariance_weight
+        weights["equivariance_loss"], weights["alignment_loss"] = config.equivariance_weight, config.align_weight
         fakes, codes = [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = tokenizer(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            terms = {**out.losses, **latent_losses.terms(out, micro_batch)}
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment.terms(out, micro_batch)}
             loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             tokenizer.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
             run.add(loss=loss, **terms)
         update = tokenizer.step(with_norm=run.is_line_due)
+        alignment.update(batch, tokenizer.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
         run.log_codes(codes, generator.num_codes)

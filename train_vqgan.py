@@ -27,7 +27,7 @@ from tandem.config.models.taming import LatentLossFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
-from tandem.weights.load import init_discriminator, init_model
+from tandem.weights.load import init_discriminator, init_model, load_vision
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -105,8 +105,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
         has_gram = config.gram_loss_weight > 0
         perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, gram=has_gram, **options)
         lpips = models.load_lpips(config.lpips_weights, **options)
+        vision = load_vision(config.align_with, device, heartbeat)
     feed = data.image_data(config, processes)
-    networks = {"generator": generator, "discriminator": discriminator}
+    networks: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
+    networks |= {} if vision is None else {"projection": vision}  # the model that a checkpoint's projection belongs to
     columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
     run = training.Run(config, backend, feed, models=networks, columns=columns)
 
@@ -136,6 +138,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
         images = images_of(samples)
         return training.grid({"original": images, **training.reconstructions(versions, images)})
 
+    alignment = training.Alignment(
+        config, backend, vqgan, vision, lambda projection: adam(projection.parameters(), betas=config.betas), run.add
+    )
     gan_loss = training.GANLoss(
         config, vqgan, discr, processes, images=images_of, pixel_loss=pixel_loss, perceptual_loss=perceptual,
         generator_inputs=latent_losses.inputs, log=run.add,
@@ -146,7 +151,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw),
         next_command=("encode.py", "--image_folder", data_path(config), "--output", output),
     )  # fmt: skip
-    run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema)
+    run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
     total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
@@ -159,19 +164,20 @@ def train(config: Config, backend: distributed.Backend) -> None:
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         weights["kl"] = config.kl_loss_weight / values_per_latent  # the KL is per latent, the errors are per value
-        weights["equivariance_loss"] = config.equivariance_weight
+        weights["equivariance_loss"], weights["alignment_loss"] = config.equivariance_weight, config.align_weight
         fakes, codes = [], []
         # With --grad_accum_steps, passes without gradients come first, for statistics of codes and an adaptive weight.
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = vqgan(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            terms = {**out.losses, **latent_losses.terms(out, micro_batch)}
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment.terms(out, micro_batch)}
             loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             vqgan.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
             run.add(loss=loss, **terms)
         update = vqgan.step(with_norm=run.is_line_due)
+        alignment.update(batch, vqgan.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
         if generator.num_codes:

@@ -16,6 +16,7 @@ from filling_fixtures import on_one_cpu  # noqa: F401
 
 from tandem.models import Discriminator
 from tests.data.conditions import write_tars
+from tests.models.towers import vision_folder
 from tests.scripts import DECODER, ROOT, SCRIPTS, refusal, write_captioned, write_images
 from tests.test_encode_images import vae
 from tests.test_report import make
@@ -57,6 +58,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(20):
         (folder / "no_videos" / f"{number}.mp4").write_text("no video")
     make(folder / "run")
+    vision_folder(folder / "vision")
     (folder / "text.wav").write_text("text")
     (folder / "hot.yaml").write_text("temp_min: 0.8")
     return folder

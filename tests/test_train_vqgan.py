@@ -16,6 +16,7 @@ from tandem.models import VQGAN as Generator
 from tandem.models.quantizers.gaussian import DiagonalGaussian
 from tandem.training.noise import Noise
 from tests.launch.filling import saved
+from tests.models.towers import vision_folder
 from tests.scripts import (
     VQGAN,
     assert_same_bits,
@@ -256,3 +257,30 @@ def test_entries_that_were_loaded_stay_where_no_vector_chooses_them(
     distances = (Generator.from_pretrained(run / "model").quantizer.codebook - model.quantizer.codebook).norm(dim=1)
     assert VQGAN.arguments_of(run).vq_decay == decay
     assert (distances.median() > 0.1) == moves
+
+
+def test_an_aligned_run_goes_on_with_its_projection_and_leaves_a_model_like_any_other(tmp_path: Path) -> None:
+    vision_folder(tmp_path / "vision")
+    flags = [*LATENTS["kl"], "--align_with", str(tmp_path / "vision"), "--max_steps", "3", "--ema_decay", "0.5"]
+    whole = trained(tmp_path / "whole", *flags, "--save_every_n_steps", "1", "--keep_n_checkpoints", "3")
+    with killed(VQGAN.in_update(2, kill)):
+        trained(tmp_path / "run", *flags, "--save_every_n_steps", "2")
+    assert_same_bits(checkpoint(trained(tmp_path / "run", *flags), 3), checkpoint(whole, 3))
+    first, last = (checkpoint(whole, step)["projection: weights/weight"] for step in (1, 3))
+    assert last.shape == (16, 4, 1, 1) and (first != last).all()
+    plain = trained(tmp_path / "plain", *LATENTS["kl"], "--max_steps", "1") / "model"
+    ours, theirs = (Generator.from_pretrained(folder) for folder in (whole / "model", plain))
+    assert ours.state_dict().keys() == theirs.state_dict().keys() and ours.config.keys() == theirs.config.keys()
+    assert {path.name for path in (whole / "model").iterdir()} == {path.name for path in plain.iterdir()}
+    for line in metrics(whole):
+        both = line["alignment_cosine"] + line["alignment_distance"]
+        assert line["alignment_loss"] == pytest.approx(both)
+    vision_folder(tmp_path / "wide", hidden_size=24)
+    for changed, complaint in (
+        ([], "--align_with was"),
+        (["--align_with", str(tmp_path / "wide")], "trained with another --align_with"),
+    ):
+        more = VQGAN.flags(
+            whole, *(changed and flags), *LATENTS["kl"], *changed, without=("num_layers", "codebook_size")
+        )
+        assert complaint in VQGAN.refused_alone(*more)

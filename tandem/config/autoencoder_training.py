@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from .converters import (
     FILE,
+    PATH,
     fraction,
     non_negative_float,
     number_or,
@@ -19,11 +20,12 @@ from .converters import (
     two_fractions,
     width,
 )
-from .fields import Requirement, above_0, flag, when
+from .fields import Requirement, above_0, flag, given, when
 
 # The largest --gan_weight_scale with which models without a perceptual loss nearly kept their PSNR: docs/vqgan.md.
 _MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
 
+_ALIGNED = given("align_with", "PATH")
 _VGG = when("perceptual", "vgg", "lpips")
 _PERCEPTUAL = when("perceptual", "vgg", "lpips", "resnet50")
 # Channels of the first layer of MaskBit's discriminator, for images of 256 pixels.
@@ -52,6 +54,34 @@ class LatentRegularizerFlags:
         "deviation S of normal noise e in training (l-DeTok: 3): in place of latents (or entries of codes) z "
         "the decoder gets (1-t)*z + t*S*e, with t from 0 to 1 drawn for each image; 0: no noise",
         non_negative_float,
+    )
+    align_with: str | None = flag(
+        None,
+        "teach the encoder latents from which a 1 x 1 convolution, trained along with it, can make the patch features "
+        "of this frozen vision model (VA-VAE): a folder of transformers, or USER/NAME of the Hugging Face Hub, such as "
+        "facebook/dinov2-small",
+        PATH,
+        requires=when("train", "all"),
+        fixed_on_resume=bool,  # the folder may move; a checkpoint says which model it was
+    )
+    align_weight: float = flag(
+        0.1,
+        "weight of the alignment in the loss: of the sum of an error between latents and features at each place, "
+        "and one between their similarities at pairs of places",
+        non_negative_float,
+        requires=_ALIGNED,
+    )
+    align_cosine_margin: float = flag(
+        0.5,
+        "no error at a place where latent and feature have a cosine of at least 1 minus this",
+        non_negative_float,
+        requires=_ALIGNED,
+    )
+    align_distance_margin: float = flag(
+        0.25,
+        "no error for a pair of places whose latents have the cosine of their features to within this",
+        non_negative_float,
+        requires=_ALIGNED,
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .evaluation import Action, Evaluation, final_model
     from .generation import Generation, sampling_example
     from .loop import updates
+    from .losses.alignment import Alignment
     from .losses.contrastive import Contrastive
     from .losses.diffusion import DiffusionDraws, LowresDraws
     from .losses.gan import GANLoss, frames_of
@@ -39,18 +40,20 @@ if TYPE_CHECKING:
     from .visuals.videos import film
 
 __all__ = [
-    "Action", "Averages", "BestModel", "Cascade", "CollapseAlarm", "Contrastive", "DiffusionDraws", "Embedder",
-    "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache", "LatentLosses", "LowresDraws", "Noise",
-    "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run", "Sample", "UnetErrors", "VideoQuality",
-    "best_matches", "class_embeddings", "code_histogram", "evaluate_autoencoder", "film", "final_metric", "final_model",
-    "final_weights", "frames_of", "grid", "load_inception", "make_ema", "make_optimizer", "missing_metrics_text",
-    "prompts", "reconstructions", "sampling_example", "sounds_picture", "text_inputs", "updates", "width_of",
+    "Action", "Alignment", "Averages", "BestModel", "Cascade", "CollapseAlarm", "Contrastive", "DiffusionDraws",
+    "Embedder", "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache", "LatentLosses", "LowresDraws",
+    "Noise", "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run", "Sample", "UnetErrors",
+    "VideoQuality", "best_matches", "class_embeddings", "code_histogram", "evaluate_autoencoder", "film",
+    "final_metric", "final_model", "final_weights", "frames_of", "grid", "load_inception", "make_ema", "make_optimizer",
+    "missing_metrics_text", "prompts", "reconstructions", "sampling_example", "sounds_picture", "text_inputs",
+    "updates", "width_of",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
-    "Action": "evaluation", "Averages": "metrics.averages", "BestModel": "run_folder.best", "Cascade": "cascade",
-    "CollapseAlarm": "metrics.collapse", "Contrastive": "losses.contrastive", "DiffusionDraws": "losses.diffusion",
-    "Embedder": "metrics.embedder", "Evaluation": "evaluation", "GANLoss": "losses.gan", "Generation": "generation",
+    "Action": "evaluation", "Alignment": "losses.alignment", "Averages": "metrics.averages",
+    "BestModel": "run_folder.best", "Cascade": "cascade", "CollapseAlarm": "metrics.collapse",
+    "Contrastive": "losses.contrastive", "DiffusionDraws": "losses.diffusion", "Embedder": "metrics.embedder",
+    "Evaluation": "evaluation", "GANLoss": "losses.gan", "Generation": "generation",
     "GenerationQuality": "metrics.generation", "GradCache": "losses.grad_cache", "LatentLosses": "losses.latents",
     "LowresDraws": "losses.diffusion", "Noise": "noise", "ReconstructionAlarm": "metrics.collapse",
     "ReconstructionQuality": "metrics.reconstruction", "RetrievalQuality": "metrics.retrieval", "Run": "run",

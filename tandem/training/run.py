@@ -226,10 +226,10 @@ class Run:
         """Restore the parts, and the evaluation after their update, from the newest checkpoint. `warn` takes texts
         about damaged checkpoints. Return the checkpoint's path and meta (`read_checkpoint`). Collective."""
         processes, invocation = self.processes, self.config.invocation
-        latest, states, meta = self.checkpoints.load_newest(self.folder, self._parts, warn)
-        with processes.raise_on_all_ranks():
-            if latest and processes.is_root:
+        with processes.raise_on_all_ranks():  # before the parts are compared, which depend on some of the flags
+            if processes.is_root and self.checkpoints.latest():
                 self.folder.check_config(invocation.settings, invocation.fixed_on_resume, invocation.explicit)
+        latest, states, meta = self.checkpoints.load_newest(self.folder, self._parts, warn)
         if latest:
             self.checkpoints.restore(latest, states, self._parts)
             with processes.raise_on_all_ranks():

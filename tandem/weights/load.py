@@ -232,3 +232,26 @@ def init_discriminator(model_class: Any, args: Any, **more: Any) -> Any:
         discriminator.load_state_dict(pretrained.state_dict())
     discriminator.check_side(args.image_size)
     return discriminator
+
+
+def load_vision(name: str | None, device: Any, heartbeat: Callable[[], None] = lambda: None) -> Any:
+    """The `VisionFeatures` of --align_with: a folder of transformers, or the name of a model of the Hugging Face Hub,
+    whose files are fetched unless its cache holds them; None without the flag.
+
+    Args:
+        heartbeat: Called while files are fetched.
+
+    Raises:
+        ValueError: as `read_vision`; or the files cannot be fetched.
+    """
+    if name is None:
+        return None
+    from tandem.io.fetching import fetch_from_hub
+    from tandem.weights import hub
+    from tandem.weights.formats.towers import VISION_FILES, read_vision
+
+    folder = Path(name).expanduser()
+    if hub.is_on_hub(name):
+        for file in VISION_FILES:
+            folder = fetch_from_hub(f"{file} of --align_with {name}", name, file, heartbeat).parent
+    return read_vision(folder).to(device)

@@ -28,7 +28,7 @@ from tandem.io.published import VGG16
 from tandem.models import VQGAN
 from tandem.models.features.lpips import PerceptualLoss
 from tandem.weights.formats.towers import read_text_tower
-from tests.models.towers import audio_folder, text_folder
+from tests.models.towers import audio_folder, text_folder, vision_folder
 from tests.scripts import (
     RUN,
     SCRIPTS,
@@ -56,6 +56,7 @@ ADVERSARIAL = {"discr_start_step": 2, "lecam_weight": 0.1, "apply_grad_penalty_e
 MASKBIT = {"discriminator": "maskbit", "discr_dim": 8}
 HIERARCHICAL = {"hierarchical_layers": 1}
 OWN_SIZES = ("audio_dim", "audio_depth", "text_dim", "text_depth", "n_fft", "hop_length", "n_mels", "patch_size")
+ALIGNED = ("taming-kl", "tokenizer-vq")
 TAMING = {"body": "taming", "ch_mult": "1,2,2", "attention_levels": "1", "norm_groups": 4}
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "vae": ("train_vae", {"max_grad_norm": 0.05, "random_flip": None, "num_images_save": 11}),
@@ -139,6 +140,8 @@ def flags(name: str, folder: Path) -> list[str]:
         more = {**more, "text_tower": text_tower(folder), "audio_tower": in_one_step(folder / "audio", audio_folder)}
     if name == "vqgan-lfq":
         more = {**more, "perceptual_weights": in_one_step(folder / "vgg16", write_vgg16)}
+    if name in ALIGNED:
+        more = {**more, "align_with": in_one_step(folder / "vision", vision_folder), "align_cosine_margin": 0}
     if name == "taming-decoder":
         more = {**more, "init_from": in_one_step(folder / "latents", write_latents)}
     return words({**COMMON, SCRIPTS[script].data.flag: data, **tiny, **more})

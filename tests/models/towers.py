@@ -78,3 +78,21 @@ def open_clip_file(path: Path, *, custom: bool = False, quick_gelu: bool = False
     model = scattered(kind(embed_dim=8, vision_cfg=vision, text_cfg=text, quick_gelu=quick_gelu))
     torch.save(model.state_dict(), path)
     return model
+
+
+def vision_folder(folder: Path, kind: str = "Dinov2Model", **more: Any) -> Any:
+    """Write a folder of transformers with a vision transformer of 4-pixel patches; returns the model. More: of its
+    configuration."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model_class, sizes = getattr(transformers, kind), {**_SIZES, "image_size": 16, "patch_size": 4, **more}
+    if kind in ("CLIPModel", "SiglipModel"):
+        text = {**_SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 12, "eos_token_id": VOCABULARY - 1}
+        config = model_class.config_class(text_config=text, vision_config=sizes)
+    else:
+        config = model_class.config_class(**sizes)
+    model = scattered(model_class(config))
+    model.save_pretrained(folder)
+    preprocessor = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return model

@@ -31,15 +31,15 @@ _LOWEST_HZ, _PREEMPHASIS = 20.0, 0.97
 _MIN_ENERGY = 2.0**-23  # lower limit of the energies: fp32's epsilon
 
 
-def import_transformers() -> Any:
-    """The package, with an attention "tandem" registered, whose kernels give the same bits with and without autograd.
-    Raises ValueError, in one line, if it is not installed."""
+def import_transformers(purpose: str = "a pretrained tower") -> Any:
+    """The package, which `purpose` needs, with an attention "tandem" registered, whose kernels give the same bits with
+    and without autograd. Raises ValueError, in one line, if it is not installed."""
     try:
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
-        raise missing_package("a pretrained tower", error.name or "transformers", "towers") from None
+        raise missing_package(purpose, error.name or "transformers", "towers") from None
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         with sdpa_kernel(SDPA_KERNELS):

@@ -47,6 +47,9 @@ class VQGANOutput(NamedTuple):
     """Losses of the quantizer by name, 0-d and unweighted."""
     features: Tensor
     """(b, dim, h, w): input of the decoder's last layer, detached; for `VQGAN.last_layer_gradient`."""
+    latents: Tensor
+    """(b, d, h / 2^n, w / 2^n), with a gradient: the continuous latents that the decoder gets, before noise; of a model
+    with codes, the encoder's output before quantization."""
     transformed: Tensor | None = None
     """What the decoder makes of transformed latents, fp32 (b, c, h', w'); None without a `transform`."""
 
@@ -160,12 +163,11 @@ class VQGAN(Autoencoder):
             self.quantizer.accumulate_stats(z)
             return None
         quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
-        transformed = None
+        latents, transformed = z if self.num_codes else quantized, None
         if transform is not None:
-            latents = self.quantizer.requantize(transform(z if self.num_codes else quantized))
-            transformed, _ = self._decode(latents)
+            transformed, _ = self._decode(self.quantizer.requantize(transform(latents)))
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
-        return VQGANOutput(reconstruction, codes, losses, features.detach(), transformed)
+        return VQGANOutput(reconstruction, codes, losses, features.detach(), latents, transformed)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:

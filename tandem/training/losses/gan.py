@@ -162,10 +162,10 @@ class GANLoss:
         if micro_batch.is_adversarial:
             weight = self._gan_weight([losses]) if weight is None else weight
             self._log(gan_weight=weight, gan_loss=adversarial)
-            adversarial = _with_gradient(adversarial, reconstruction, losses.gradients[1])
+            adversarial = with_gradient(adversarial, reconstruction, losses.gradients[1])
         # Autograd begins with the newest operation, so the gradient of the reconstruction loss is the first operand of
         # the sum, which takes its memory layout: the last digit of a bias's gradient depends on that.
-        recon = _with_gradient(losses.reconstruction, reconstruction, losses.gradients[0])
+        recon = with_gradient(losses.reconstruction, reconstruction, losses.gradients[0])
         return recon, adversarial, torch.zeros_like(losses.adversarial) if weight is None else weight
 
     def update_discriminator(
@@ -260,7 +260,7 @@ class GANLoss:
             yield MicroBatch(self._images(loader_batch), generator_inputs, loss_inputs, self.is_adversarial(step))
 
 
-def _with_gradient(value: Tensor, output: Tensor, gradient: Tensor) -> Tensor:
+def with_gradient(value: Tensor, output: Tensor, gradient: Tensor) -> Tensor:
     """`value` (0-d), whose gradient with respect to `output` is `gradient`, of the same shape as `output`."""
     surrogate = (output * gradient).sum()
     return value + (surrogate - surrogate.detach())

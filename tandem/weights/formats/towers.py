@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from tandem.io.published import read_state_dict
 from tandem.io.reading import one_line, read_json
 from tandem.models.audio_text import pretrained_towers as towers
 from tandem.models.base import CONFIG_FILE, holds_weights, read_weights
-from tandem.models.building import build_on_meta
+from tandem.models.building import build_on_meta, check_arguments
+
+if TYPE_CHECKING:
+    from tandem.models import VisionFeatures
 
 # Parts of names in open_clip's text tower -> those of the same network in transformers; replaced in this order.
 _OPEN_CLIP_NAMES = {
@@ -23,6 +27,17 @@ _OPEN_CLIP_NAMES = {
     "transformer.resblocks": "encoder.layers", "ln_final": "final_layer_norm", ".attn.": ".self_attn.",
     ".ln_": ".layer_norm", ".c_fc.": ".fc1.", ".c_proj.": ".fc2.",
 }  # fmt: skip
+
+
+# Types of vision transformers -> transformers' class. The files of clip and siglip hold an encoder of texts, too.
+VISION_KINDS = {
+    "dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel", "dinov3_vit": "DINOv3ViTModel",
+    "vit": "ViTModel", "vit_mae": "ViTModel", "clip": "CLIPVisionModel", "clip_vision_model": "CLIPVisionModel",
+    "siglip": "SiglipVisionModel", "siglip_vision_model": "SiglipVisionModel",
+}  # fmt: skip
+_PREPROCESSOR_FILE = "preprocessor_config.json"
+#: The files of a vision transformer in a folder.
+VISION_FILES = (CONFIG_FILE, _PREPROCESSOR_FILE, "model.safetensors")
 
 
 class Tower(NamedTuple):
@@ -73,16 +88,48 @@ def load_towers(model: Any, pretrained: Mapping[str, Tower], tokenizer: Any) -> 
         getattr(model, name.removesuffix("_tower")).encoder.load_state_dict(tower.weights)
 
 
+def read_vision(path: Path) -> VisionFeatures:
+    """The vision transformer in a folder of transformers: a config.json of one of VISION_KINDS, its weights, and a
+    preprocessor_config.json, which states the mean and the deviation of its images' colours.
+
+    Raises:
+        ValueError: one line, if it is missing, damaged, hostile or no such model, or transformers is missing.
+    """
+    from tandem.models import VisionFeatures
+
+    transformers = towers.import_transformers("--align_with")
+    with _one_line_errors(path, "--align_with", "vision model"):
+        config = read_json(path / CONFIG_FILE)
+        model_class = getattr(transformers, VISION_KINDS[_check_type(config, VISION_KINDS)])
+        config = config.get("vision_config") or config
+        preprocessor, state = read_json(path / _PREPROCESSOR_FILE), _read_state(path)
+        check_arguments(config, state)
+        if (channels := config.get("num_channels", 3)) != 3:
+            raise ValueError(f"its images have {channels} channels, not 3")
+        options = {"add_pooling_layer": False} if model_class is transformers.ViTModel else {}
+        network = _load_network(model_class, model_class.config_class.from_dict(config), state, options)
+        if not preprocessor.get("do_normalize", True):
+            return VisionFeatures(network, [0.0], [1.0])
+        return VisionFeatures(network, preprocessor["image_mean"], preprocessor["image_std"])
+
+
 def _read_tower(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], dict[str, Tensor]]]) -> Tower:
     towers.import_transformers()
-    try:
+    with _one_line_errors(path, flag, "encoder"):
         config, state = read(path)
         return Tower(config, _convert_weights(config, state))
+
+
+@contextmanager
+def _one_line_errors(path: Path, flag: str, what: str) -> Iterator[None]:
+    """Turn every error of reading a network into a ValueError of one line."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"cannot read {flag} {path}: {error.filename or ''} {error.strerror or error}") from None
     except Exception as error:  # transformers can raise anything for untrusted values
         reason = f"{error} is missing or unknown" if isinstance(error, KeyError) else one_line(error)
-        raise ValueError(f"{flag} {path} holds no encoder that can be used: {reason}") from None
+        raise ValueError(f"{flag} {path} holds no {what} that can be used: {reason}") from None
 
 
 def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -106,7 +153,7 @@ def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, 
 
 
 def _read_ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config, extractor = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
+    config, extractor = read_json(path / CONFIG_FILE), read_json(path / _PREPROCESSOR_FILE)
     tower_config = _select_fields(config, AUDIO_KINDS)
     if (rate := extractor.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
         raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} is supported")
@@ -120,11 +167,17 @@ def _read_ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a tower's network in a published config.json, with the defaults of its type."""
+    model_type = _check_type(config, kinds)
+    defaults = getattr(towers.import_transformers(), kinds[model_type]).config_class().to_dict()
+    return {"model_type": model_type, **{name: config.get(name, defaults[name]) for name in FIELDS if name in defaults}}
+
+
+def _check_type(config: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
+    """The model_type of a published config.json. Raises ValueError, in one line, if it is none of `kinds`."""
     model_type: Any = config.get("model_type")
     if model_type not in kinds:
         raise ValueError(f"its model_type is {str(model_type)[:40]!r}; use {', '.join(kinds)}")
-    defaults = getattr(towers.import_transformers(), kinds[model_type]).config_class().to_dict()
-    return {"model_type": model_type, **{name: config.get(name, defaults[name]) for name in FIELDS if name in defaults}}
+    return str(model_type)
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
@@ -170,10 +223,16 @@ def _convert_open_clip(
 
 
 def _convert_weights(config: Mapping[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an encoder by their present names, in fp32; transformers renames those of its earlier versions and
-    of models with a head. Raises ValueError that names the first one that is missing."""
+    """The weights of an encoder by their present names, in fp32."""
     check_tower("its config.json", config, AUDIO_KINDS if config["model_type"] in AUDIO_KINDS else TEXT_KINDS)
     model_class, model_config, options = towers.get_constructor(config)
+    weights: dict[str, Tensor] = _load_network(model_class, model_config, state, options).state_dict()
+    return weights
+
+
+def _load_network(model_class: Any, model_config: Any, state: dict[str, Tensor], options: dict[str, Any]) -> Any:
+    """The network of transformers with these weights, in fp32; transformers renames those of its earlier versions and
+    of models with a head. Raises ValueError that names the first one that is missing."""
     expected = build_on_meta(lambda: model_class(model_config, **options)).state_dict()
     if sum(weight.numel() for weight in expected.values()) > sum(tensor.numel() for tensor in state.values()):
         raise ValueError("it lacks tensors, or its config.json is of a larger encoder")
@@ -183,5 +242,4 @@ def _convert_weights(config: Mapping[str, Any], state: dict[str, Tensor]) -> dic
     )  # fmt: skip
     if bad_names := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise ValueError(f"it has no tensor {bad_names[0]}, or one of another shape than config.json says")
-    weights: dict[str, Tensor] = model.state_dict()
-    return weights
+    return model

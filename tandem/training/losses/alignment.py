@@ -1,0 +1,105 @@
+"""The alignment of an autoencoder's latents with the features of a frozen vision model: VA-VAE (Yao et al. 2025,
+arXiv:2501.01423, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .adversarial import image_gradient
+from .gan import with_gradient
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+    from .gan import MicroBatch
+
+
+def alignment_terms(
+    projections: Tensor, features: Tensor, cosine_margin: float, distance_margin: float
+) -> tuple[Tensor, Tensor]:
+    """Projected latents and features, both (b, d, h, w) -> two terms, 0-d fp32, which are means over the images.
+
+    The first is the mean over the places of relu(1 - cosine_margin - cos), with the cosine between the two vectors of a
+    place. The second is the mean over all pairs of places of an image, equal ones included, of relu(|difference| -
+    distance_margin), with the difference between the cosines of the two projections and of the two features: equations
+    5 and 6 of the paper, but of the projections as in the authors' code, where equation 6 has the latents.
+    """
+    with torch.autocast(projections.device.type, enabled=False):
+        z, f = (F.normalize(x.float().flatten(2), dim=1) for x in (projections, features))
+        cosine = F.relu(1 - cosine_margin - (z * f).sum(1)).mean()
+        distance = F.relu((z.mT @ z - f.mT @ f).abs() - distance_margin).mean()
+    return cosine, distance
+
+
+class Alignment:
+    """The term of the generator's loss that aligns latents with features, and the projection of latents to the width of
+    features, a 1 x 1 convolution that learns by the same term. Neither is part of the generator.
+
+    The projection has an engine of its own. Its update follows the generator's and is made like a discriminator's: by
+    the detached latents of the generator's pass, with the gradients averaged over processes and micro-batches.
+
+    Args:
+        config: `LatentRegularizerFlags`.
+        generator: Engine of a `VQGAN` or a `VideoTokenizer`. Of a video, the first frame is aligned, on which alone
+            the first frame of latents depends.
+        vision: A `VisionFeatures`; None: there is no alignment, and the methods do nothing.
+        make_optimizer: The projection -> its optimizer.
+        log: Takes values of a micro-batch by name, 0-d (`Run.add`).
+    """
+
+    def __init__(
+        self, config: Any, backend: Backend, generator: Any, vision: Any,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], log: Callable[..., None],
+    ) -> None:  # fmt: skip
+        self._config, self._vision, self._log = config, vision, log
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # latents and features of this update's micro-batches
+        #: What belongs into a checkpoint: the engine of the projection, if there is one, by name.
+        self.parts: dict[str, Any] = {}
+        if vision is None:
+            return
+        torch.manual_seed(config.seed)
+        projection = nn.Conv2d(generator.module.quantizer.dim, vision.width, 1, bias=False).to(backend.processes.device)
+        self._engine = backend.wrap(projection, make_optimizer(projection), name="projection")
+        self.parts["projection"] = self._engine
+
+    def terms(self, out: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The generator's output for a micro-batch -> its term by name, 0-d and unweighted: "alignment_loss", the sum
+        of the two `alignment_terms`; without a vision model none."""
+        if self._vision is None:
+            return {}
+        latents, images = _first_frame(out.latents), _first_frame(micro_batch.images)
+        inputs = latents.detach().float().requires_grad_()
+        with self._engine.frozen(), self._engine.autocast():
+            features = self._vision(images, *latents.shape[-2:])
+            cosine, distance = self._terms(self._engine.module(inputs), features)
+            loss = cosine + distance
+            gradient = image_gradient(loss, inputs)
+        self._log(alignment_cosine=cosine, alignment_distance=distance)
+        self._pairs.append((inputs.detach(), features))
+        return {"alignment_loss": with_gradient(loss.detach(), latents.float(), gradient)}
+
+    def update(self, batch: Mapping[str, Any], lr: float, *, with_norm: bool = True) -> None:
+        """One update of the projection, on the latents that `terms` was given. `with_norm` as in `Engine.step`.
+        Collective."""
+        if self._vision is None:
+            return
+        self._engine.lr = lr
+        for _, (latents, features) in zip(self._engine.micro_batches(batch), self._pairs, strict=True):
+            cosine, distance = self._terms(self._engine(latents), features)
+            self._engine.backward(cosine + distance)
+        self._pairs.clear()
+        self._engine.step(with_norm=with_norm)
+
+    def _terms(self, projections: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        config = self._config
+        return alignment_terms(projections, features, config.align_cosine_margin, config.align_distance_margin)
+
+
+def _first_frame(x: Tensor) -> Tensor:
+    """(b, c, f, h, w) -> (b, c, h, w) of the first frame; (b, c, h, w) stays as it is."""
+    return x[:, :, 0] if x.dim() == 5 else x
