@@ -179,7 +179,7 @@ def keep_tokenizer(args: argparse.Namespace, resumed: Mapping[str, Any]) -> dict
 
 def describe_model(path: str | Path) -> dict[str, Any]:
     """The class, as "model", and the constructor arguments of the model at a user's ``path``, unchecked. Optional keys:
-    "discriminator", the arguments of the discriminator in a public package's file; "tokenizer", a value for
+    "discriminator_config", the arguments of the discriminator in a public package's file; "tokenizer", a value for
     --tokenizer; and "assumed", a text about values that the file lacks.
 
     Raises:
@@ -197,7 +197,7 @@ def describe_model(path: str | Path) -> dict[str, Any]:
             description = load_model(location, is_lazy=True).description()
             discriminator = load_discriminator(location, from_runs=False)
             assumed = detect_format(location).assumptions
-            extras = {"discriminator": discriminator.config} if discriminator else {}
+            extras = {"discriminator_config": discriminator.config} if discriminator else {}
             return {**description, **extras, **({"assumed": assumed(description)} if assumed else {})}
         if kind == "checkpoint":
             description = next(iter(read_descriptions(read_checkpoint(location, verify=False)[0], location).values()))

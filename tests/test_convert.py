@@ -17,8 +17,9 @@ from torch import Tensor
 
 import convert
 from tandem.data.stores.output import sha256_of
-from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
+from tandem.models import VQGAN, Decoder, DiscreteVAE, MaskBitDiscriminator, MuLaN
 from tandem.weights.formats.detection import FORMATS
+from tandem.weights.formats.muse import save_public_vqgan
 from tandem.weights.load import open_model
 from tests.models.helpers import assert_same_bits, prefixed
 from tests.models.reference.autoencoders import CASES, WEIGHTS, state_of, written
@@ -230,6 +231,13 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
     converted("export", file, "--to", "model", tmp_path / "back")
     assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), average)
     assert_same_bits(open_model(file, "VQGAN").model, average)  # of encode.py
+
+
+def test_a_discriminator_of_another_kind_is_left_out_of_the_public_file(tmp_path: Path) -> None:
+    model = VQGAN.from_dict({"dim": 16, "num_layers": 2, "codebook_size": 64, "normalize_input": False})
+    said = save_public_vqgan(model, tmp_path / "vae.pt", MaskBitDiscriminator.from_dict({"dim": 16, "layers": 2}))
+    assert "none of MaskBit's kind" in said and "use_vgg_and_gan=False" in said
+    assert not [name for name in torch.load(tmp_path / "vae.pt", weights_only=True) if name.startswith("discr.")]
 
 
 def test_a_training_starts_from_a_public_file_with_its_discriminator(vqgan_run: Path, tmp_path: Path) -> None:

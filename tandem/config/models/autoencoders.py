@@ -234,7 +234,7 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        discriminator = model.get("discriminator", {})
+        discriminator = model.get("discriminator_config", {})
         discriminator_flags = {f"discr_{name}": discriminator[name] for name in ("dim", "layers") if discriminator}
         return {**super().architecture_of(model, args), **discriminator_flags}
 
