@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
-# and: test-all (every combination, before a release), test-avx2 (tests that train, as on a smaller CPU), lint, bench
+# and: test-all (every combination, each night), test-avx2 (tests that train, as on a smaller CPU), lint, bench
 # (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by side; the same bits
 # of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10
 # (damaged files for every tool), faults (whether the tests find each of some sixty seeded faults: 20 minutes; a second
@@ -41,7 +41,8 @@ test-avx2: $(VENV)/.complete
 	    tests/launch/test_scripts.py tests/distributed/engines tests/test_every_script.py tests/test_references.py \
 	    tests/test_train_*.py tests/test_compile.py tests/test_recipes.py tests/test_sample.py tests/test_embed.py
 
-# Before a release: every variant of every script on every launcher; about an hour.
+# Every variant of every script on every launcher, and what `make test` leaves out as repeating a promise (the marker
+# `long`); hours. .github/workflows/nightly.yml runs it.
 test-all: $(VENV)/.complete
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder \
 	    -m "long or not long" --ignore tests/lab

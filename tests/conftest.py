@@ -71,6 +71,8 @@ class _Groups(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if re.match(rf"tests/launch/test_({SHARING_JOBS})\.py", nodeid):
             return "jobs of DeepSpeed" if "deepspeed" in nodeid else "jobs"
+        if "test_pretend" in nodeid and re.search("torchrun|deepspeed", nodeid):
+            return "launched on the pretend device"
         return nodeid.partition("::")[0]
 
 

@@ -56,7 +56,10 @@ def test_a_machine_that_cannot_compile_is_refused_in_one_line(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("train_vae", "train_vqgan") else pytest.mark.long) for name in RUNS],
+)
 def test_a_compiled_run_computes_the_same_and_compiles_nothing_after_its_first_updates(
     name: str, tmp_path: Path
 ) -> None:

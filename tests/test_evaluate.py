@@ -30,7 +30,7 @@ import evaluate
 import tandem.io.published
 import tandem.models.features.i3d
 import tandem.training.metrics.fid
-from benchmarks.launching import ONE_PROCESS, Launcher, run
+from benchmarks.launching import ONE_PROCESS, WHOLE_MATRIX, Launcher, run
 from tandem.data.sampling.order import split_samples
 from tandem.data.sets import open_videos
 from tandem.distributed import ProcessGroup
@@ -220,17 +220,17 @@ def test_the_interpolated_fid_is_that_of_points_between_neighbours(
     )
 
 
-def test_four_processes_find_the_bits_of_one(
+def test_several_processes_find_the_bits_of_one(
     at: Path, compared: Path, judges: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))  # where nothing is kept of the originals
     output = tmp_path / "values"
     words = [*command(at, judges, "--latents"), "--output", output, "--num_workers", 1, "--batch_size", 4]
-    finished = run(Launcher("torchrun", 4), "evaluate.py", [*map(str, words)])
+    finished = run(Launcher("torchrun", 4 if WHOLE_MATRIX else 2), "evaluate.py", [*map(str, words)])
     assert finished.returncode == 0, finished.output
     assert finished.output.count("rFID") == 1, finished.output
-    one, four = (without_speed(json.loads((of / "values.json").read_text())) for of in (compared, tmp_path))
-    assert four == one
+    one, several = (without_speed(json.loads((of / "values.json").read_text())) for of in (compared, tmp_path))
+    assert several == one
     assert (tmp_path / "values.png").read_bytes() == (compared / "values.png").read_bytes()
 
 

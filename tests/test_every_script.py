@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
@@ -67,6 +67,22 @@ def script(request: pytest.FixtureRequest) -> Script:
 def of(*names: str) -> pytest.MarkDecorator:
     """Of these scripts alone: what the test shows is code that all scripts share."""
     return pytest.mark.parametrize("script", [SCRIPTS[f"train_{name}"] for name in names], ids=str, indirect=True)
+
+
+def with_scripts(name: str, values: Sequence[Any], *scripts: str) -> pytest.MarkDecorator:
+    """The first value with every script, and all values with these ones; `make test-all` has every pair."""
+    kept = {f"train_{each}" for each in scripts}
+    pairs = [
+        pytest.param(script, value, id=f"{script}-{_named(value)}", marks=() if is_kept else pytest.mark.long)
+        for script in SCRIPTS.values()
+        for number, value in enumerate(values)
+        for is_kept in [number == 0 or script.name in kept]
+    ]
+    return pytest.mark.parametrize(("script", name), pairs, indirect=["script"])
+
+
+def _named(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", str(value))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +196,7 @@ def test_seconds_add_up_over_all_starts(script: Script, tmp_path: Path) -> None:
     assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 3 * 3600
 
 
-@of("vae", "decoder")
+@of("vae")
 @pytest.mark.parametrize(("seconds", "told"), [(1.0, 0), (1.25, 1)], ids=["a tenth", "more"])
 def test_validations_that_take_more_than_a_tenth_of_the_time_are_told_once_in_each_start(
     seconds: float, told: int, script: Script, tmp_path: Path
@@ -481,16 +497,13 @@ def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp
 # Resuming.
 
 
-@pytest.mark.parametrize(
-    ("interrupt", "step", "workers"),
-    [("killed", 5, 2), ("stopped", 4, 0), ("stopped_in_validation", 3, 0)],
-    ids=lambda value: str(value),
-)
+@with_scripts("ended", [("killed", 5, 2), ("stopped", 4, 0), ("stopped_in_validation", 3, 0)], "vqgan")
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
-    interrupt: str, step: int, workers: int, script: Script, finished: Path, tmp_path: Path
+    ended: tuple[str, int, int], script: Script, finished: Path, tmp_path: Path
 ) -> None:
     """Weights, moments, averages, clock, generators, the best model and every line of the log. Asked to stop at an
     update without a validation, and within one."""
+    interrupt, step, workers = ended
     getattr(script, f"train_{interrupt}")(step, tmp_path, *script.eight)
     said = script.output_of(tmp_path, *script.eight, "--num_workers", str(workers))
     assert "resumed from" in said
@@ -581,7 +594,7 @@ def test_weights_of_another_model_are_refused_by_what_differs(script: Script, fi
                 assert line.endswith(f"the weights in {source} are of another model; they need --{flag} {was}")
 
 
-@pytest.mark.parametrize("become", ["deleted", "another model"])
+@with_scripts("become", ["deleted", "another model"], "vae", "vqgan")
 def test_a_resumed_run_keeps_its_shape_and_origin_whatever_the_model_that_it_began_from_has_become(
     become: str, script: Script, finished: Path, tmp_path: Path
 ) -> None:
@@ -739,7 +752,7 @@ def as_table(samples: dict[str, dict[str, bytes]]) -> Any:
     return table({**rows, **({"image_embed": embeddings} if embeddings else {})})
 
 
-@pytest.mark.parametrize("write", [write_tars, save_to_disk, write_parquet])
+@with_scripts("write", [write_tars, save_to_disk, write_parquet], "vae")
 def test_tars_and_tables_are_trained_on(script: Script, write: Callable[..., Any], tmp_path: Path) -> None:
     samples: dict[str, dict[str, bytes]] = {}
     for path in sorted(script.data.write(tmp_path / "files", 24).iterdir()):

@@ -256,7 +256,10 @@ def kernels(state: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([state[name].flatten() for name in sorted(state) if state[name].dim() > 1])
 
 
-@pytest.mark.parametrize("case", REFERENCES, ids=str)
+VARIANTS = [pytest.param(case, marks=pytest.mark.long if "," in case.name else ()) for case in REFERENCES]
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
 def test_twenty_updates_of_a_script_are_those_of_its_reference(
     case: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

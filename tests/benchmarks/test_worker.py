@@ -14,8 +14,9 @@ from tests.scripts import VAE, words
 FLAGS = [*words(VAE.tiny), "--image_folder", "demo:shapes:32", "--batch_size", "2"]
 
 
-@pytest.mark.parametrize("script", ["train_mulan", "train_tokenizer"])  # test_references.py steps all references
+@pytest.mark.parametrize("script", ["train_mulan", pytest.param("train_tokenizer", marks=pytest.mark.long)])
 def test_a_script_and_its_reference_take_turns(script: str) -> None:
+    """tests/test_references.py steps all references."""
     check(ONE_PROCESS, script, WORKLOADS[script][0].split(), ["script", "reference"])
 
 

@@ -21,7 +21,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+FIRST = {target.script: target for target in reversed(TARGETS)}.values()  # of each script
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(each, marks=() if each in FIRST else pytest.mark.long) for each in TARGETS], ids=str
+)
 def test_undamaged_inputs_are_read(target: Target, inputs: Path, tmp_path: Path) -> None:
     result = fuzz.run_case(0, 1, inputs, tmp_path / "case", target)
     assert (result.code, result.fault) == (0, None), result.said

@@ -26,15 +26,17 @@ WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", 
 
 class Forked:
     """A job of ``processes`` processes that call ``main(flags)`` of a module; like `launching.Job`, it is started
-    without a wait for its end."""
+    without a wait for its end. ``more`` is added to the environment."""
 
-    def __init__(self, module: str, flags: Sequence[str], log: Path, processes: int = 1, threads: int = 1) -> None:
+    def __init__(
+        self, module: str, flags: Sequence[str], log: Path, processes: int = 1, threads: int = 1, **more: str
+    ) -> None:
         place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self._log, self._ranks = log, []
         log.write_text("")
         for rank in range(processes):
             of_rank = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            environment = {**os.environ, **ENVIRONMENT, **of_rank}
+            environment = {**os.environ, **ENVIRONMENT, **of_rank, **more}
             arguments = (module, list(flags), ROOT, environment, [log, log], threads)
             self._ranks.append(WARM.Process(target=_main, args=arguments))
         for process in self._ranks:

@@ -61,12 +61,12 @@ TOKENIZE_VIDEOS = Job(
     filling.TOKENIZE_VIDEOS, "mp4",
     {"image_size": 64, "layers": "residual,compress_space:16,residual,compress_time:16,residual", "init_dim": 8,
      "input_kernel": 7, "codebook_size": 1024},
-    lambda path, seed: filling.write_film(path, seed, 1 + 4 * (1 + seed % 7), 64, 70), N_SHARDS + 3,
+    lambda path, seed: filling.write_film(path, seed, 1 + 2 * (1 + seed % 7), 64, 70), N_SHARDS + 3,
     f"41 videos in {N_SHARDS} shards of codes",
 )  # fmt: skip
 TOKENIZE_SHAPES = replace(
     TOKENIZE_VIDEOS, script=filling.TOKENIZE_SHAPES, write_item=lambda path, seed: filling.write_film(
-        path, seed, 1 + 4 * (1 + seed % 7), *((64, 70), (64, 90), (80, 64))[seed % 3])
+        path, seed, 1 + 2 * (1 + seed % 7), *((64, 70), (64, 90), (80, 64))[seed % 3])
 )  # fmt: skip
 EMBED = Job(
     filling.EMBED, "wav",
@@ -128,9 +128,10 @@ def started(job: Job, command: list[str], output: Path, log: Path, shards: int) 
 @pytest.mark.parametrize(
     ("launcher", "job"),
     [
-        *((None, job) for job in (*JOBS, TOKENIZE_SHAPES)),
+        *((None, job) for job in JOBS),
+        pytest.param(None, TOKENIZE_SHAPES, marks=pytest.mark.long),
         *((Launcher(name, 2), EMBED) for name in ("torchrun", "deepspeed", "horovodrun")),
-        (Launcher("torchrun", 2), LATENTS),
+        pytest.param(Launcher("torchrun", 2), LATENTS, marks=pytest.mark.long),
     ],
     indirect=["job"],
     ids=str,
@@ -148,7 +149,15 @@ def test_two_processes_write_the_bytes_of_one(launcher, job, inputs, of_one_proc
     assert len(files(of_one_process)) == job.n_files
 
 
-@pytest.mark.parametrize("job", [*JOBS, TOKENIZE_SHAPES], indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "job",
+    [
+        *(TOKENIZE, EMBED, TOKENIZE_SHAPES),
+        *(pytest.param(job, marks=pytest.mark.long) for job in (LATENTS, TOKENIZE_VIDEOS)),
+    ],
+    indirect=True,
+    ids=str,
+)
 def test_two_processes_use_a_folder_as_one_does(job, inputs, of_one_process, tmp_path, capsys):
     command = ["--model", str(inputs / "model")]
     if job is not EMBED:

@@ -12,15 +12,15 @@ import test_scripts
 from forks import fork
 from jobs import Jobs, Task
 
-from benchmarks.launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
+from benchmarks.launching import CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, Launcher, run
 from tests.scripts import assert_same_bits, metrics, shared_state
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
     """The uninterrupted runs."""
-    moved = {"bits": WAYS, "rounded": {FUSED.split()[0]: WAYS[FUSED]}}[kind]
     if launcher == ONE_PROCESS:
-        yield from (task for task in test_scripts.tasks(launcher, kind, jobs) if task.name in moved)
+        names = [FUSED.split()[0]] if kind == "rounded" else [name for name in WAYS if name != FUSED]
+        yield from test_scripts.tasks(launcher, kind, jobs, names)
 
 
 def flags(name: str, folder: Path) -> list[str]:
@@ -31,15 +31,22 @@ def flags(name: str, folder: Path) -> list[str]:
 # Where the run of each script is interrupted: SIGKILL, or "ask" for a signal at one process. Every backend and ZeRO
 # stage writes what another one reads.
 OTHERS = [str(launcher.backend) for launcher in CHOSEN_ON_TWO]
+FUSED = "vae without parts"
 WAYS = {
     "vae": ["kill ddp", *(f"kill {name}" for name in OTHERS), "ask zero3"],
-    "vqgan-vq": ["kill zero0", "kill single", "kill ddp"],
-    "tokenizer-vq": ["kill ddp", "ask zero1", "kill zero0"],
-    "decoder": [*(f"kill {name}" for name in OTHERS), "kill zero2"],
-    "mulan-dropout": ["kill single", "kill zero3"],
-    "mulan-sigmoid": ["kill zero1", *(f"kill {name}" for name in OTHERS), "kill zero2"],  # by Lion, in two groups
-    (FUSED := "vae without parts"): ["kill zero2", *(f"kill {name}" for name in OTHERS), "kill zero3"],
+    "tokenizer-vq": ["kill single", "kill zero0"],
+    "decoder": ["kill ddp", "kill zero2"],
+    "mulan-sigmoid": ["kill zero1", *(f"kill {name}" for name in OTHERS)],  # by Lion, in two groups
+    FUSED: ["kill zero2", *(f"kill {name}" for name in OTHERS), "kill zero3"],
 }
+if WHOLE_MATRIX:
+    WAYS |= {
+        "vqgan-vq": ["kill zero0", "kill single", "kill ddp"],
+        "tokenizer-vq": ["kill ddp", "ask zero1", "kill zero0"],
+        "decoder": [*(f"kill {name}" for name in OTHERS), "kill zero2"],
+        "mulan-dropout": ["kill single", "kill zero3"],
+        "mulan-sigmoid": ["kill zero1", *(f"kill {name}" for name in OTHERS), "kill zero2"],
+    }
 FLAGS_OF = {
     "single": [], "ddp": [], **{f"zero{stage}": ["--deepspeed", "--zero_stage", str(stage)] for stage in range(4)},
     **{str(launcher.backend): launcher.flags for launcher in CHOSEN_ON_TWO},

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,21 +109,32 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def chosen(launchers: list[Launcher], *taming: str) -> dict[Launcher, list[str]]:
-    """The variants of each launcher: one of each script, in turn, so that each variant has several backends, and one of
-    the body of taming."""
+# What these launchers run, in their order, so that each script is on several of them; `WHOLE_MATRIX` has every pair.
+TURNS_OF_BITS = [
+    ("vae", "vqgan-lfq", "mulan-softmax"),
+    ("vae", "tokenizer-vq", "mulan-frozen"),
+    ("vae", "vqgan-vq", "decoder"),
+    ("vae", "tokenizer-lfq", "taming-kl"),
+    ("vae", "decoder"),
+]
+TURNS_OF_ROUNDING = [
+    ("vqgan-fsq", "mulan-dropout", "taming-decoder"),
+    ("vae", "tokenizer-lfq", "taming-vq"),
+    ("vae", "mulan-musiclm", "decoder"),
+    ("vqgan-bsq", "tokenizer-vq"),
+    ("vqgan-ibq", "mulan-sigmoid"),
+]
+
+
+def chosen(launchers: list[Launcher], turns: list[tuple[str, ...]]) -> dict[Launcher, list[str]]:
+    """The variants of each launcher."""
     if WHOLE_MATRIX:
         return {launcher: list(VARIANTS) for launcher in launchers}
-    others = {name: of for name, (of, _) in VARIANTS.items() if not name.startswith("taming")}
-    by_script = [[name for name in others if others[name] == script] for script in SCRIPTS]
-    return {
-        launcher: [names[place % len(names)] for names in (*by_script, taming)]
-        for place, launcher in enumerate(launchers)
-    }
+    return {launcher: [*turns[place % len(turns)]] for place, launcher in enumerate(launchers)}
 
 
-BITS = chosen(SAME_BITS, "taming-kl")
-ROUNDED = chosen(TO_ROUNDING, "taming-vq", "taming-decoder")
+BITS = chosen(SAME_BITS, TURNS_OF_BITS)
+ROUNDED = chosen(TO_ROUNDING, TURNS_OF_ROUNDING)
 
 
 def flags(name: str, folder: Path) -> list[str]:
@@ -155,10 +166,11 @@ def of_rounding(name: str) -> list[str]:
     return words({**rate, **({"codebook_size": 64} if name.startswith(("vqgan", "tokenizer")) else {})})
 
 
-def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
+def tasks(launcher: Launcher, kind: str, jobs: Jobs, names: Sequence[str] = ()) -> Iterator[Task]:
+    """The chosen variants, or those of these names."""
     chosen_here = BITS if kind == "bits" else ROUNDED
     everything = sorted({name for names in chosen_here.values() for name in names})
-    for name in everything if launcher == ONE_PROCESS else chosen_here.get(launcher, []):
+    for name in names or (everything if launcher == ONE_PROCESS else chosen_here.get(launcher, [])):
         how = ["--batch_parts", "4"]
         if kind == "bits" and launcher.zero_stage == 3:  # without this, it would not shard so small models
             config = jobs.folder / "sharded.json"

@@ -14,11 +14,13 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 import torch  # noqa: E402
 
@@ -43,12 +45,12 @@ def noted_collectives() -> list[str]:
     return calls
 
 
-def main() -> None:
-    if sys.argv[1] == "--commands":
-        commands = json.loads(Path(sys.argv[2]).read_text())
+def main(argv: Sequence[str]) -> None:
+    if argv[0] == "--commands":
+        commands = json.loads(Path(argv[1]).read_text())
     else:
-        script = next(word for word in sys.argv[1:] if word.endswith(".py"))  # deepspeed puts a flag before it
-        commands = {"start": [script, *(word for word in sys.argv[1:] if word != script)]}
+        script = next(word for word in argv if word.endswith(".py"))  # deepspeed puts a flag before it
+        commands = {"start": [script, *(word for word in argv if word != script)]}
     device, updates = install(library.built()), dict[str, int]()
     torch.set_num_threads(1)
     own_calls = noted_collectives()
@@ -78,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filling import autoencoder, mulan, saved, video_tokenizer, vqgan
+from forks import Forked
 from safetensors.torch import load_file
 
 from tests.pretend import library
@@ -25,6 +24,7 @@ RUN = str(Path(__file__).with_name("run.py"))
 PROGRAMS = Path(sys.executable).parent
 TORCHRUN = [str(PROGRAMS / "torchrun"), "--standalone", "--nproc_per_node", "2"]
 DEEPSPEED = [str(PROGRAMS / "deepspeed"), "--num_gpus", "2"]
+ONE, WITHOUT_FP64 = ["python"], ["python", "PRETEND_NO_FP64=1"]
 LIMIT = 900  # seconds, of a hang
 WAITS = "sync", "staged"  # kinds of reports in which the host waits until the device has done all that it was told
 FAULTS = "race", "foreign", "scalar"
@@ -43,32 +43,37 @@ def processes(launcher: list[str]) -> int:
     return 2 if launcher in (TORCHRUN, DEEPSPEED) else 1
 
 
-def start(launcher: list[str], script: str, flags: list[str], reports: Path) -> subprocess.Popen[str]:
+def start(launcher: list[str], flags: list[str], reports: Path) -> Forked | subprocess.Popen[str]:
+    """Start run.py; without a launcher as a fork of a process that has imported PyTorch, which is most of a start."""
     reports.mkdir()
-    path = f"{PROGRAMS}:{os.environ['PATH']}"
-    of_device = {"PRETEND_REPORTS": str(reports), "PRETEND_DEVICES": str(processes(launcher)), "PATH": path}
+    of_device = {"PRETEND_REPORTS": str(reports), "PRETEND_DEVICES": str(processes(launcher)), "OMP_NUM_THREADS": "1"}
+    if launcher in (ONE, WITHOUT_FP64):
+        more = dict(word.split("=") for word in launcher[1:])
+        return Forked("tests.pretend.run", flags, reports.with_suffix(".log"), **of_device, **more)
     # The launcher of DeepSpeed asks for an accelerator, too, and has none.
-    env = {**os.environ, **of_device, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [*launcher, RUN, f"{script}.py", *flags]
+    path = f"{PROGRAMS}:{os.environ['PATH']}"
+    env = {**os.environ, **of_device, "PATH": path, "DS_ACCELERATOR": "cpu"}
+    command = [*launcher, RUN, *flags]
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def output_of(process: subprocess.Popen[str]) -> str:
-    """What it wrote, when it has ended. One that hangs is killed."""
+def end_of(process: Forked | subprocess.Popen[str]) -> tuple[int | None, str]:
+    """Its exit code and what it wrote, when it has ended. One that hangs is killed."""
+    if isinstance(process, Forked):
+        [finished] = process.finish()
+        return finished.returncode, finished.output
     try:
-        return process.communicate(timeout=LIMIT)[0]
+        output = process.communicate(timeout=LIMIT)[0]
     finally:
         process.kill()
         process.wait()
+    return process.returncode, output
 
 
-def reports_of(
-    launcher: list[str], script: str, flags: list[str], reports: Path, expected_code: int = 0
-) -> list[dict[str, Any]]:
+def reports_of(launcher: list[str], script: str, flags: list[str], reports: Path) -> list[dict[str, Any]]:
     """What the device of each process has reported."""
-    process = start(launcher, script, flags, reports)
-    output = output_of(process)
-    assert process.returncode == expected_code, output
+    code, output = end_of(start(launcher, [f"{script}.py", *flags], reports))
+    assert code == 0, output
     return [json.loads((reports / f"{rank}.json").read_text()) for rank in range(len([*reports.iterdir()]))]
 
 
@@ -103,8 +108,6 @@ def pinned_by_saves(report: dict[str, Any]) -> list[str]:
     return [each["phase"] for each in of_saves]
 
 
-ONE = [sys.executable]
-WITHOUT_FP64 = ["env", "PRETEND_NO_FP64=1", sys.executable]
 ON_THE_HOST = {"ema_decay": 0}  # where averages are made on a device without fp64
 DETERMINISTIC = {"deterministic": None}
 SPARSE = {"log_every_n_steps": 1000, "max_steps": 6, "ema_decay": 0.9}  # no line of metrics before the last update
@@ -130,7 +133,7 @@ VARIANTS: list[Any] = [
     ("train_vqgan", TORCHRUN, {"distributed_backend": "fsdp"}, 0),
     pytest.param("train_vqgan", DEEPSPEED, zero(0), 2, marks=pytest.mark.long),
     pytest.param("train_mulan", TORCHRUN, {"batch_parts": 2, "use_lion": None}, 0, marks=pytest.mark.long),
-    ("train_vqgan", DEEPSPEED, zero(2), 6),
+    pytest.param("train_vqgan", DEEPSPEED, zero(2), 6, marks=pytest.mark.long),
     ("train_vqgan", DEEPSPEED, zero(3), 8),
 ]
 
@@ -249,11 +252,11 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
             commands[where][name] = [f"{script}.py", *flags, "--output", str(folder / where / name / "made")]
     for where, devices in {"cpu": 0, "device": 1}.items():
         (folder / f"{where}.json").write_text(json.dumps(commands[where]))
-        (folder / f"reports of {where}").mkdir()
-        env = {**os.environ, "PRETEND_DEVICES": str(devices), "PRETEND_REPORTS": str(folder / f"reports of {where}")}
-        command = [sys.executable, RUN, "--commands", str(folder / f"{where}.json")]
-        done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=LIMIT)
-        assert done.returncode == 0, done.stdout + done.stderr
+        (reports := folder / f"reports of {where}").mkdir()
+        of_device = {"PRETEND_DEVICES": str(devices), "PRETEND_REPORTS": str(reports)}
+        flags = ["--commands", str(folder / f"{where}.json")]
+        code, output = end_of(Forked("tests.pretend.run", flags, folder / f"{where}.log", **of_device))
+        assert code == 0, output
     return folder, json.loads((folder / "reports of device" / "0.json").read_text())["reports"]
 
 
@@ -274,11 +277,10 @@ def test_a_run_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(tmp_pat
     more = words({**VQGAN.all_parts, "max_steps": 16, "save_every_n_steps": 2, "deterministic": None})
     reports_of(ONE, "train_vqgan", VQGAN.flags(tmp_path / "whole", *more), tmp_path / "of_whole")
     flags = VQGAN.flags(tmp_path / "killed", *more)
-    process = start(ONE, "train_vqgan", flags, tmp_path / "of_killed")
-    while process.poll() is None and not [*(tmp_path / "killed").glob("checkpoints/step_*")]:
-        time.sleep(0.01)  # until there is a checkpoint
-    process.send_signal(signal.SIGKILL)
-    output_of(process)
+    process = start(ONE, ["train_vqgan.py", *flags], tmp_path / "of_killed")
+    assert isinstance(process, Forked)
+    process.wait_until(lambda: any((tmp_path / "killed").glob("checkpoints/step_*")))
+    process.kill()
     reports_of(ONE, "train_vqgan", flags, tmp_path / "of_resumed")
     whole, killed = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("whole", "killed"))
     assert whole.keys() == killed.keys() and all(whole[name].equal(killed[name]) for name in whole)

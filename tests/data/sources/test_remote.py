@@ -379,8 +379,15 @@ def check_same(found: dict[str, list[dict]], expected: dict[str, list[dict]]) ->
         assert_same(found[part], batches)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("server, name", [*(("s3", name) for name in KINDS), ("http", "images")])
+# Each place with images, each kind from tars; the other pairs too in `make test-all`.
+SETS = [
+    pytest.param("s3", name, place, marks=() if name == "images" or place == "tars" else pytest.mark.long)
+    for name in KINDS
+    for place in PLACES
+]
+
+
+@pytest.mark.parametrize("server, name, place", [*SETS, *(("http", "images", place) for place in PLACES)])
 def test_a_set_on_a_server_is_the_set_on_disk(server, name, place, address, on_disk):
     check_same(passes(KINDS[name], flags(name, address(server, name, place)), 12), on_disk(name, place))
 
