@@ -143,7 +143,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )
     gan_loss = training.GANLoss(
         config, vqgan, discr, processes, images=images_of, pixel_loss=pixel_loss, perceptual_loss=perceptual,
-        generator_inputs=latent_losses.inputs, log=run.add,
+        generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.inputs()},
+        log=run.add,
     )  # fmt: skip
     autocast = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(

@@ -66,9 +66,15 @@ class LatentRegularizerFlags:
     )
     align_weight: float = flag(
         0.1,
-        "weight of the alignment in the loss: of the sum of an error between latents and features at each place, "
-        "and one between their similarities at pairs of places",
+        "weight of the alignment: of the sum of an error between latents and features at each place, and one between "
+        "their similarities at pairs of places; --align_adaptive says what it is a weight of",
         non_negative_float,
+        requires=_ALIGNED,
+    )
+    align_adaptive: bool = flag(
+        True,
+        "make the gradient of the alignment --align_weight times as large as that of all other terms, for each image "
+        "at its latents; --no-align_adaptive, which --compile needs: --align_weight is the weight",
         requires=_ALIGNED,
     )
     align_cosine_margin: float = flag(
@@ -83,6 +89,14 @@ class LatentRegularizerFlags:
         non_negative_float,
         requires=_ALIGNED,
     )
+
+    @classmethod
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Refuse an adaptive alignment of a compiled model, whose gradients within cannot be changed."""
+        if args.align_with and args.align_adaptive and args.compile:
+            parser.error(
+                "--align_with and --compile: add --no-align_adaptive, because a compiled model hides its latents"
+            )
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,12 +94,13 @@ class VideoTokenizer(Autoencoder):
 
     def forward(
         self, videos: Tensor, *, latent_noise: Tensor | None = None, noise_levels: Tensor | None = None,
-        transform: Transform | None = None, accumulate_stats: bool = False,
+        transform: Transform | None = None, latent_hook: Callable[[Tensor], Tensor] | None = None,
+        accumulate_stats: bool = False,
     ) -> VideoTokenizerOutput | None:  # fmt: skip
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
-            latent_noise, noise_levels, transform: As for `VQGAN.forward`.
+            latent_noise, noise_levels, transform, latent_hook: As for `VQGAN.forward`.
             accumulate_stats: Only add the videos to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
 
@@ -111,6 +112,8 @@ class VideoTokenizer(Autoencoder):
         if accumulate_stats:
             self.quantizer.accumulate_stats(z)
             return None
+        if latent_hook is not None and z.requires_grad:
+            z.register_hook(latent_hook)
         quantized, codes, losses = self.quantizer(z)
         # In eval mode, choose the codes chunk by chunk, as `encode` does: their bits may depend on how many vectors are
         # compared at once.

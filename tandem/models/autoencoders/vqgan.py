@@ -4,7 +4,7 @@ choice of quantizers."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -145,7 +145,8 @@ class VQGAN(Autoencoder):
 
     def forward(
         self, images: Tensor, noise: Tensor | None = None, *, latent_noise: Tensor | None = None,
-        noise_levels: Tensor | None = None, transform: Transform | None = None, accumulate_stats: bool = False,
+        noise_levels: Tensor | None = None, transform: Transform | None = None,
+        latent_hook: Callable[[Tensor], Tensor] | None = None, accumulate_stats: bool = False,
     ) -> VQGANOutput | None:  # fmt: skip
         """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
@@ -155,6 +156,7 @@ class VQGAN(Autoencoder):
                 place of the latents, or the entries of codes, z.
             noise_levels: (b,) in [0, 1].
             transform: Of the latents, for `VQGANOutput.transformed`.
+            latent_hook: For the gradient of `VQGANOutput.latents`, as `torch.Tensor.register_hook` takes it.
             accumulate_stats: Only add the images to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
         """
@@ -164,6 +166,8 @@ class VQGAN(Autoencoder):
             return None
         quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
         latents, transformed = z if self.num_codes else quantized, None
+        if latent_hook is not None and latents.requires_grad:
+            latents.register_hook(latent_hook)
         if transform is not None:
             transformed, _ = self._decode(self.quantizer.requantize(transform(latents)))
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .gan import MicroBatch
 
 
+_MIN_NORM = 1e-20  # of a gradient; one within the margins everywhere is 0
+
+
 def alignment_terms(
     projections: Tensor, features: Tensor, cosine_margin: float, distance_margin: float
 ) -> tuple[Tensor, Tensor]:
@@ -36,12 +39,32 @@ def alignment_terms(
     return cosine, distance
 
 
+class _DirectedGradient:
+    """A hook of latents (b, d, h, w), or of the first frame of (b, d, f, h, w): to the gradient g of an image it adds
+    `weight` |g| times a unit vector. `direction`, these vectors, has to be set before the backward pass."""
+
+    def __init__(self, weight: float) -> None:
+        self._weight, self.direction = weight, torch.empty(0)
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """Gradient of all terms but the alignment -> the gradient of all."""
+        total = gradient.clone()
+        first = _first_frame(total)
+        first += (self._weight * _image_norms(first) * self.direction).to(first.dtype)
+        return total
+
+
 class Alignment:
     """The term of the generator's loss that aligns latents with features, and the projection of latents to the width of
     features, a 1 x 1 convolution that learns by the same term. Neither is part of the generator.
 
     The projection has an engine of its own. Its update follows the generator's and is made like a discriminator's: by
     the detached latents of the generator's pass, with the gradients averaged over processes and micro-batches.
+
+    With --align_adaptive the term has no gradient of its own: the gradient that the latents of an image get from all
+    other terms grows by `align_weight` times its norm in the direction of the alignment's. The authors take the ratio
+    of two norms at the encoder's last convolution, over a whole batch; here it is that of each image, so that it does
+    not depend on how the batch is divided, and needs no further pass.
 
     Args:
         config: `LatentRegularizerFlags`.
@@ -67,6 +90,12 @@ class Alignment:
         self._engine = backend.wrap(projection, make_optimizer(projection), name="projection")
         self.parts["projection"] = self._engine
 
+    def inputs(self) -> dict[str, Any]:
+        """A further argument of the generator for a micro-batch, which `terms` needs."""
+        if self._vision is None or not self._config.align_adaptive:
+            return {}
+        return {"latent_hook": _DirectedGradient(self._config.align_weight)}
+
     def terms(self, out: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The generator's output for a micro-batch -> its term by name, 0-d and unweighted: "alignment_loss", the sum
         of the two `alignment_terms`; without a vision model none."""
@@ -81,6 +110,9 @@ class Alignment:
             gradient = image_gradient(loss, inputs)
         self._log(alignment_cosine=cosine, alignment_distance=distance)
         self._pairs.append((inputs.detach(), features))
+        if hook := micro_batch.generator_inputs.get("latent_hook"):
+            hook.direction = gradient / _image_norms(gradient).clamp_min(_MIN_NORM)
+            return {"alignment_loss": loss.detach()}
         return {"alignment_loss": with_gradient(loss.detach(), latents.float(), gradient)}
 
     def update(self, batch: Mapping[str, Any], lr: float, *, with_norm: bool = True) -> None:
@@ -98,6 +130,11 @@ class Alignment:
     def _terms(self, projections: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         config = self._config
         return alignment_terms(projections, features, config.align_cosine_margin, config.align_distance_margin)
+
+
+def _image_norms(x: Tensor) -> Tensor:
+    """(b, d, h, w) -> fp32 (b, 1, 1, 1)."""
+    return torch.linalg.vector_norm(x.float(), dim=(1, 2, 3), keepdim=True)
 
 
 def _first_frame(x: Tensor) -> Tensor:

@@ -50,9 +50,15 @@ def tokenizer() -> VideoTokenizer:
     return VideoTokenizer.from_dict({"image_size": SIDE, "layers": LAYERS, "init_dim": 8, "codebook_size": 64})
 
 
-def aligned(backend: Backend, generator: nn.Module, log: Any = lambda **values: None) -> tuple[Any, Alignment]:
+def aligned(
+    backend: Backend, generator: nn.Module, log: Any = lambda **values: None, *, weight: float | None = None
+) -> tuple[Any, Alignment]:
+    """With an adaptive `weight`, or with the script's."""
     engine = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="generator")
-    config = SimpleNamespace(seed=0, align_cosine_margin=MARGINS[0], align_distance_margin=MARGINS[1])
+    config = SimpleNamespace(
+        seed=0, align_cosine_margin=MARGINS[0], align_distance_margin=MARGINS[1], align_adaptive=weight is not None,
+        align_weight=weight,
+    )  # fmt: skip
     sgd = lambda projection: torch.optim.SGD(projection.parameters(), lr=RATE)  # noqa: E731
     return engine, Alignment(config, backend, engine, Colours(), sgd, log)
 
@@ -112,6 +118,48 @@ def test_encoder_and_projection_learn_as_in_a_plain_loop(quantizer: str, steps: 
     torch.testing.assert_close(ours, projection.weight - RATE * projection.weight.grad, rtol=1e-4, atol=1e-6)
     weight = plain.encoder[0].weight
     torch.testing.assert_close(generator.encoder[0].weight, weight - 3 * RATE * weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["whole", "in micro-batches"])
+def test_an_adaptive_weight_makes_the_gradient_of_each_image_a_share_of_that_of_all_other_terms(steps: int) -> None:
+    generator, images, share = model("kl"), torch.rand(BATCH, 3, SIDE, SIDE), 0.25
+    images[0] = images[0, :, :1, :1]  # of an image without detail, both gradients are of another size
+    plain, noise = copy.deepcopy(generator), some(BATCH, generator.quantizer.dim, 4, 4)
+    with single(batch_size=BATCH, grad_accum_steps=steps) as backend:
+        engine, alignment = aligned(backend, generator, weight=share)
+        projection = copy.deepcopy(alignment.parts["projection"].module)
+        for part in engine.micro_batches({"x": images, "noise": noise}):
+            inputs = alignment.inputs()
+            out = engine(part["x"], part["noise"], **inputs)
+            term = alignment.terms(out, MicroBatch(part["x"], inputs, {}, False))["alignment_loss"]
+            assert not term.requires_grad
+            engine.backward((out.reconstruction - part["x"]).square().mean() + share * term)
+        engine.step()
+
+    mean, log_variance = plain.encoder(2 * images - 1).chunk(2, dim=1)
+    latents = mean + (0.5 * log_variance).exp() * noise
+    error = (plain._decode(latents)[0] - images).square().mean()
+    terms = alignment_terms(projection(latents), Colours()(images, 4, 4), *MARGINS)
+    gradients = [torch.autograd.grad(loss, latents, retain_graph=True)[0] for loss in (error, sum(terms))]
+    of_error, of_alignment = gradients
+    for n in range(BATCH):
+        of_error[n] += share * of_error[n].norm() * of_alignment[n] / of_alignment[n].norm()
+    latents.backward(of_error)
+    weight = plain.encoder[0].weight
+    assert (of_error.norm() / gradients[1].norm()).item() != pytest.approx(1, abs=0.1)
+    torch.testing.assert_close(generator.encoder[0].weight, weight - RATE * weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_image_within_the_margins_gets_no_gradient_from_the_alignment() -> None:
+    with single(batch_size=2) as backend:
+        _, alignment = aligned(backend, tokenizer(), weight=1.0)
+        alignment._config.align_cosine_margin = alignment._config.align_distance_margin = 3.0
+        latents, inputs = some(2, 6, 3, 4, 4).requires_grad_(), alignment.inputs()
+        latents.register_hook(inputs["latent_hook"])
+        out = SimpleNamespace(latents=latents)
+        alignment.terms(out, MicroBatch(torch.rand(2, 3, 5, SIDE, SIDE), inputs, {}, False))
+        latents.sum().backward()
+        assert torch.equal(latents.grad, torch.ones_like(latents))  # type: ignore[arg-type]
 
 
 def test_of_a_video_the_first_frame_is_aligned_and_later_ones_get_no_gradient() -> None:
