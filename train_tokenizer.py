@@ -110,8 +110,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
         generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
         heartbeat = partial(processes.heartbeat, "fetching weights")
         options: Any = {"side": config.image_size, "device": device, "heartbeat": heartbeat}
-        has_gram = config.gram_loss_weight > 0
-        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, gram=has_gram, **options)
+        perceptual = models.load_perceptual(
+            config.perceptual, config.perceptual_weights, gram=config.gram_loss_weight > 0, **options
+        )
         lpips = models.load_lpips(config.lpips_weights, **options)
         vision = load_vision(config.align_with, device, heartbeat)
         i3d = models.i3d_features(config.fvd_weights, config.num_frames, device)

@@ -102,8 +102,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
         heartbeat = partial(processes.heartbeat, "fetching weights")
         inception = training.load_inception(config.fid_weights, device, heartbeat)
         options: Any = {"side": config.image_size, "device": device, "heartbeat": heartbeat}
-        has_gram = config.gram_loss_weight > 0
-        perceptual = models.load_perceptual(config.perceptual, config.perceptual_weights, gram=has_gram, **options)
+        perceptual = models.load_perceptual(
+            config.perceptual, config.perceptual_weights, gram=config.gram_loss_weight > 0, **options
+        )
         lpips = models.load_lpips(config.lpips_weights, **options)
         vision = load_vision(config.align_with, device, heartbeat)
     feed = data.image_data(config, processes)

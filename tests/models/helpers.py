@@ -88,14 +88,14 @@ def lively(model: nn.Module) -> Any:
     return model
 
 
-def narrow(kind: str) -> Any:
+def narrow(kind: str, **options: Any) -> Any:
     """A perceptual distance of few channels, or blocks, whose activations do not vanish."""
     torch.manual_seed(0)
     if kind == "resnet50":
         model = LogitDistance((1, 1, 1, 1))
         model.side = 64
         return model
-    model = PerceptualLoss(kind, NARROW)
+    model = PerceptualLoss(kind, NARROW, **options)
     with torch.no_grad():
         for parameter in model.features.parameters():
             parameter.mul_(2)

@@ -105,8 +105,7 @@ def test_resnet50_is_the_mean_squared_difference_of_torchvisions_logits_in_eval_
 
 @KINDS
 def test_the_gram_loss_is_the_squared_distance_of_gram_matrices_of_four_blocks_image_by_image(kind: str) -> None:
-    model, (images, reconstructions) = narrow(kind), pair()
-    model.has_gram = True
+    model, (images, reconstructions) = narrow(kind, gram=True), pair()
     found = model(reconstructions, images)
     assert torch.equal(found["perceptual_loss"], narrow(kind)(reconstructions, images)["perceptual_loss"])
     expected = []
@@ -122,8 +121,7 @@ def test_the_gram_loss_is_the_squared_distance_of_gram_matrices_of_four_blocks_i
 
 
 def test_the_gram_loss_ignores_where_a_texture_is() -> None:
-    model, (images, _) = narrow("vgg"), pair(size=64)
-    model.has_gram = True
+    model, (images, _) = narrow("vgg", gram=True), pair(size=64)
     moved = images.roll((16, 16), (2, 3))
     terms, others = model(moved, images), model(pair(size=64)[1] ** 2, images)
     assert terms["gram_loss"] < 0.1 * others["gram_loss"] and terms["perceptual_loss"] > 0.1 * others["perceptual_loss"]

@@ -71,23 +71,22 @@ class PerceptualLoss(_ImageNetDistance):
     Args:
         kind: "vgg" or "lpips".
         widths: Channels of the five blocks; tests use smaller ones than VGG16.
+        gram: Whether the loss has the term "gram_loss", too.
     """
 
-    has_gram = False
-    """Whether the loss has the term "gram_loss", too."""
-
-    def __init__(self, kind: str, widths: Sequence[int] = WIDTHS) -> None:
+    def __init__(self, kind: str, widths: Sequence[int] = WIDTHS, *, gram: bool = False) -> None:
         super().__init__()
+        self._has_gram = gram
         self.features = _vgg16_features(widths)
         self.heads = nn.ModuleList(nn.Conv2d(width, 1, 1, bias=False) for width in widths if kind == "lpips")
         self._freeze()
 
     def forward(self, reconstructions: Tensor, images: Tensor) -> dict[str, Tensor]:
         """The terms of the loss by name, 0-d: "perceptual_loss", the mean over the images of `distances`, and with
-        `has_gram` "gram_loss", the mean of `gram_distances` of the same activations."""
+        `gram` "gram_loss", the mean of `gram_distances` of the same activations."""
         activations, targets = self._both_activations(reconstructions, images)
         terms = {"perceptual_loss": self._compare(activations, targets).mean()}
-        if self.has_gram:
+        if self._has_gram:
             terms["gram_loss"] = gram_distances(activations[:_GRAM_BLOCKS], targets[:_GRAM_BLOCKS]).mean()
         return terms
 
@@ -255,7 +254,7 @@ def load_perceptual(
     if side is not None and not is_resnet:
         _check_shape(3, side, side, hint)
     make: Callable[[], PerceptualLoss | LogitDistance] = (
-        LogitDistance if is_resnet else partial(PerceptualLoss, kind, widths)
+        LogitDistance if is_resnet else partial(PerceptualLoss, kind, widths, gram=gram)
     )
     with torch.device("meta"):
         names = make().state_dict()
@@ -283,8 +282,6 @@ def load_perceptual(
         model = build_with_weights(make, state)
     except ValueError as error:
         raise ValueError(f"{flag}: the weights of {kind} are of another network: {error}") from None
-    if isinstance(model, PerceptualLoss):
-        model.has_gram = gram
     return model.to(device)
 
 
