@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
 #   make demo    install, train the demonstration, name the picture to look at
-#   make test    install every backend, build Horovod (Python <= 3.11), run every test
+#   make test    install every backend, build Horovod (Python <= 3.11), run every test that is not marked long
 # and: test-all (every combination, each night), test-avx2 (tests that train, as on a smaller CPU), lint, bench
 # (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by side; the same bits
 # of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10

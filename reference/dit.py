@@ -56,8 +56,7 @@ def read_latents(folder: str) -> tuple[Tensor, Tensor, Tensor]:
     same again without --with_flip, and the classes int64 (n,)."""
     root = Path(folder)
     index = json.loads((root / "index.json").read_text())
-    is_normalized = index.get("normalize", "none") != "none" or index.get("scaled")  # the latter by earlier versions
-    if index.get("latent") not in ("mean", "sample") or is_normalized:
+    if index.get("latent") not in ("mean", "sample") or index.get("normalize", "none") != "none" or index.get("scaled"):
         advice = "give encode.py --latent mean, without --normalize: they are normalised here"
         raise SystemExit(f"{folder} holds codes, moments or normalised latents: {advice}")
     shards = [load_file(root / shard["file"]) for shard in index["shards"]]
@@ -212,7 +211,6 @@ def main() -> None:
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     flags = vars(parser.parse_args())
     folder, path, output = flags.pop("folder"), flags.pop("model"), Path(flags.pop("output"))
-    output.mkdir(parents=True, exist_ok=True)
     settings = Settings(**flags)
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -237,6 +235,7 @@ def main() -> None:
             print(f"update {step}: loss {loss:.4f}", flush=True)
     error = held_out_loss(ema.eval(), views[0, held_out].to(device), labels[held_out].to(device))
     print(f"held-out loss per dimension of normalised latents: {error:.5f} ({n_held_out} images)")
+    output.mkdir(parents=True, exist_ok=True)
     save_file(ema.state_dict(), output / "dit.safetensors")
     (output / "dit.json").write_text(json.dumps({**asdict(settings), "held_out_loss": error, "images": len(order)}))
     if path:

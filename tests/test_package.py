@@ -106,8 +106,8 @@ def test_the_wheel_holds_scripts_tools_and_configs(wheel: Path) -> None:
 
 @pytest.mark.parametrize(("command", "demonstration"), [
     (["torchrun", "--nproc_per_node", "2", "--standalone", "-m", "tandem.train_vae"], "vae"),
-    pytest.param(["deepspeed", "--num_gpus", "2", "--module", "tandem.train_vqgan", "--deepspeed_config",
-                  "configs/deepspeed/zero2.json"], "vqgan", marks=pytest.mark.long),
+    (["deepspeed", "--num_gpus", "2", "--module", "tandem.train_vqgan", "--deepspeed_config",
+      "configs/deepspeed/zero2.json"], "vqgan"),
     (["tandem-train-mulan"], "mulan"),
 ], ids=lambda value: value[0] if isinstance(value, list) else value)  # fmt: skip
 def test_each_way_to_start_trains_a_demonstration(

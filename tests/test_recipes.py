@@ -25,6 +25,7 @@ from tandem.models.features.lpips import PerceptualLoss
 from tandem.training.losses import gan
 from tandem.training.losses.adversarial import ADVERSARIAL_LOSSES, LeCam, adaptive_weight
 from tests.models.helpers import narrow
+from tests.models.towers import vision_folder
 from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
 
 HEADS = {VQGAN: 1, VIDEO_TOKENIZER: 3}
@@ -149,7 +150,8 @@ SMALL = {"dim": 4, "norm_groups": 2, "num_resnet_blocks": 1}
 # third is adaptive, which follows the range of the images by itself.
 PUBLISHED: dict[str, tuple[Any, float, float, float, bool]] = {
     "taming_f16": (F.l1_loss, 1.0, 0.8, 1.0, True), "llamagen_f16": (F.mse_loss, 1.0, 0.5, 0.25, False),
-    "finetune_sd_vae": (F.mse_loss, 0.1, 0.5, 0.0, True),
+    "finetune_sd_vae": (F.mse_loss, 0.1, 0.5, 0.0, True), "kl_f8_half_size": (F.l1_loss, 1.0, 0.5, 0.0, True),
+    "kl_f8_decoder": (F.l1_loss, 1.0, 0.5, 0.0, True), "va_vae_f16": (F.l1_loss, 1.0, 0.5, 0.0, True),
 }  # fmt: skip
 
 
@@ -157,10 +159,13 @@ PUBLISHED: dict[str, tuple[Any, float, float, float, bool]] = {
 def test_losses_around_the_body_of_taming_stand_to_one_another_as_in_the_source(name: str, tmp_path: Path) -> None:
     error, lpips_weight, gan_weight, commitment_weight, is_adaptive = PUBLISHED[name]
     changes: dict[str, Any] = SMALL
-    if is_finetuned := name.startswith("finetune"):
+    if name in ("finetune_sd_vae", "kl_f8_decoder"):
         VQGAN_MODEL.from_dict({"body": "taming", "quantizer": "kl", "image_size": 32, **SMALL, "num_resnet_blocks": [1],
                           "ch_mult": [1, 2]}).save_pretrained(tmp_path / "model")  # fmt: skip
         changes = {"init_from": tmp_path / "model"}
+    if name == "va_vae_f16":
+        vision_folder(tmp_path / "vision")
+        changes = {**SMALL, "align_with": tmp_path / "vision"}
     made = built(VQGAN, tmp_path / "run", name, **changes)
     drawn = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images = made.images({"images": drawn})
@@ -172,7 +177,12 @@ def test_losses_around_the_body_of_taming_stand_to_one_another_as_in_the_source(
         of_pixels, rel=1e-3
     )
     assert made.gan_weight == pytest.approx(gan_weight * (1 if is_adaptive else of_pixels))
-    assert is_finetuned or made.args.commitment_loss_weight == pytest.approx(commitment_weight * of_pixels)
+    if not commitment_weight:  # continuous latents; errors are summed over an image there, of 3 colours
+        assert made.args.train == "decoder" or made.args.kl_loss_weight == pytest.approx(1e-6 * of_pixels)
+        side = 128 if name == "kl_f8_half_size" else 256
+        assert made.args.gan_weight_max == pytest.approx(1e4 / (3 * side**2) * of_pixels, rel=0.01)
+    else:
+        assert made.args.commitment_loss_weight == pytest.approx(commitment_weight * of_pixels)
     clipped = {"llamagen_f16": (1.0 * of_pixels, 1.0 / (0.5 * 0.5))}.get(name, (0.0, None))
     assert (made.args.max_grad_norm, made.args.discr_max_grad_norm) == pytest.approx(clipped)
     assert made.args.penalty_weight == made.args.lecam_weight == 0

@@ -36,11 +36,13 @@ WAYS = {
     "vae": ["kill ddp", *(f"kill {name}" for name in OTHERS), "ask zero3"],
     "tokenizer-vq": ["kill single", "kill zero0"],
     "decoder": ["kill ddp", "kill zero2"],
+    "taming-kl": ["kill ddp", *(f"kill {name}" for name in OTHERS)],
     "mulan-sigmoid": ["kill zero1", *(f"kill {name}" for name in OTHERS)],  # by Lion, in two groups
     FUSED: ["kill zero2", *(f"kill {name}" for name in OTHERS), "kill zero3"],
 }
 if WHOLE_MATRIX:
     WAYS |= {
+        "taming-kl": ["kill ddp", "kill zero2", *(f"kill {name}" for name in OTHERS), "kill zero3"],
         "vqgan-vq": ["kill zero0", "kill single", "kill ddp"],
         "tokenizer-vq": ["kill ddp", "ask zero1", "kill zero0"],
         "decoder": [*(f"kill {name}" for name in OTHERS), "kill zero2"],

@@ -111,11 +111,11 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 # What these launchers run, in their order, so that each script is on several of them; `WHOLE_MATRIX` has every pair.
 TURNS_OF_BITS = [
-    ("vae", "vqgan-lfq", "mulan-softmax"),
+    ("vae", "vqgan-lfq", "mulan-softmax", "taming-kl"),
     ("vae", "tokenizer-vq", "mulan-frozen"),
     ("vae", "vqgan-vq", "decoder"),
     ("vae", "tokenizer-lfq", "taming-kl"),
-    ("vae", "decoder"),
+    ("vae", "decoder", "taming-kl"),
 ]
 TURNS_OF_ROUNDING = [
     ("vqgan-fsq", "mulan-dropout", "taming-decoder"),
