@@ -161,7 +161,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     gan_loss = training.GANLoss(
         config, tokenizer, discr, processes, images=videos_of, pixel_loss=pixel_loss,
         perceptual_loss=distance, loss_inputs=sample_frames, log=run.add,
-        generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.inputs()},
+        generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.generator_inputs()},
     )  # fmt: skip
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},

@@ -144,7 +144,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )
     gan_loss = training.GANLoss(
         config, vqgan, discr, processes, images=images_of, pixel_loss=pixel_loss, perceptual_loss=perceptual,
-        generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.inputs()},
+        generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.generator_inputs()},
         log=run.add,
     )  # fmt: skip
     autocast = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless

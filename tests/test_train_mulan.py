@@ -260,7 +260,7 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
         (MULAN, "tokenizers", "audio", []),
         (MULAN, "huggingface_hub", "hub", ["--init_from", "alice/sounds"]),
         (WITH_TOWERS, "transformers", "towers", [*OF_TOWERS, "--text_tower", "clip.pt"]),
-        (VQGAN, "transformers", "towers", ["--align_with", "dinov2"]),
+        (VQGAN, "transformers", "towers", ["--align_with", "alice/dinov2"]),
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_that_says_how(

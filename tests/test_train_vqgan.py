@@ -276,11 +276,20 @@ def test_an_aligned_run_goes_on_with_its_projection_and_leaves_a_model_like_any_
         both = line["alignment_cosine"] + line["alignment_distance"]
         assert line["alignment_loss"] == pytest.approx(both)
     vision_folder(tmp_path / "wide", hidden_size=24)
+    with torch.no_grad():
+        (other := vision_folder(tmp_path / "other")).layernorm.bias[0] += 1
+    other.save_pretrained(tmp_path / "other")
     for changed, complaint in (
         ([], "--align_with was"),
         (["--align_with", str(tmp_path / "wide")], "trained with another --align_with"),
+        (["--align_with", str(tmp_path / "other")], "trained with another --align_with"),
     ):
         more = VQGAN.flags(
             whole, *(changed and flags), *LATENTS["kl"], *changed, without=("num_layers", "codebook_size")
         )
         assert complaint in VQGAN.refused_alone(*more)
+    # The flags of an aligned run train its decoder, too, without a vision model.
+    said = ("--train", "decoder", "--init_from", str(whole), "--output_dir", str(tmp_path / "decoder"))
+    VQGAN.main("--config", str(whole / "config.yaml"), *said, "--max_steps", "1")
+    [line] = metrics(tmp_path / "decoder")
+    assert "recon_loss" in line and "alignment_loss" not in line

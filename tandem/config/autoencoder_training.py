@@ -31,6 +31,9 @@ _PERCEPTUAL = when("perceptual", "vgg", "lpips", "resnet50")
 # Channels of the first layer of MaskBit's discriminator, for images of 256 pixels.
 _MASKBIT_DIM = 128
 
+#: Side of the smallest images, in pixels, by the kind of --perceptual.
+SMALLEST_SIDES = {"vgg": 16, "lpips": 16, "resnet50": 1}
+
 #: The requirement of flags for the validation.
 VALIDATION = Requirement(
     "valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None
@@ -92,7 +95,10 @@ class LatentRegularizerFlags:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Refuse an adaptive alignment of a compiled model, whose gradients within cannot be changed."""
+        """Refuse an adaptive alignment of a compiled model, whose gradients within cannot be changed. Latents that do
+        not learn, by a config file of a run that learned them, are not aligned."""
+        if args.train == "decoder" and "align_with" not in args.on_command_line:  # there it is refused
+            args.align_with = None
         if args.align_with and args.align_adaptive and args.compile:
             parser.error(
                 "--align_with and --compile: add --no-align_adaptive, because a compiled model hides its latents"
@@ -129,8 +135,8 @@ class GANFlags:
     )
     discr_layers: int = flag(
         4,
-        "halvings of the image by the discriminator; the image's side must be at least 4 x 2^N pixels (maskbit, if all "
-        "are images: 2^N)",
+        "halvings of the image by the discriminator; the image's side must be at least 4 x 2^N pixels (2 x 2^N "
+        "with --discriminator maskbit of train_vqgan.py)",
         size,
         fixed_on_resume=True,
     )

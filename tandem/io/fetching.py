@@ -86,9 +86,12 @@ def fetch_file(file: PublishedFile, heartbeat: Callable[[], None] = lambda: None
     return _fetch_once(path, str(file), lambda: file.find_in(folder), lambda: _fetch(file, path, heartbeat), heartbeat)
 
 
-def fetch_from_hub(description: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None) -> Path:
+def fetch_from_hub(
+    description: str, model: str, name: str, heartbeat: Callable[[], None] = lambda: None, *,
+    revision: str | None = None,
+) -> Path:  # fmt: skip
     """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; fetched as by
-    `fetch_file`, and compared with the Hub's checksum.
+    `fetch_file`, and compared with the Hub's checksum. ``revision`` is a branch, a tag or a commit; None: main.
 
     Raises:
         ValueError: as `fetch_file`, or huggingface_hub is missing.
@@ -100,25 +103,25 @@ def fetch_from_hub(description: str, model: str, name: str, heartbeat: Callable[
             heartbeat()
             return super().update(n)
 
-    address = hub.hf_hub_url(model, name)
+    address = hub.hf_hub_url(model, name, revision=revision)
     cache = Path(hub.constants.HF_HUB_CACHE)
 
     def find() -> Path | None:
-        cached = hub.try_to_load_from_cache(model, name)
+        cached = hub.try_to_load_from_cache(model, name, revision=revision)
         return Path(cached) if isinstance(cached, str) else None
 
     def fetch() -> None:
         try:
             published = hub.get_hf_file_metadata(address, timeout=TIMEOUT_SECONDS)
             say(f"fetching {description} ({_size_text(published.size or 0)}) from {address} to {cache}")
-            revision = published.commit_hash
-            path = Path(hub.hf_hub_download(model, name, revision=revision, tqdm_class=HeartbeatBar))
+            commit = published.commit_hash
+            path = Path(hub.hf_hub_download(model, name, revision=commit, tqdm_class=HeartbeatBar))
             if _hub_checksum(path, published.etag or "") != published.etag:
                 path.resolve().unlink()
                 path.unlink()
                 raise ValueError("the download has another checksum and was deleted")
             # The second call records in the cache the commit of the branch; without the record `find` finds nothing.
-            hub.hf_hub_download(model, name)
+            hub.hf_hub_download(model, name, revision=revision)
         except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
             raise ValueError(error_text(error)) from None
 

@@ -236,7 +236,7 @@ def init_discriminator(model_class: Any, args: Any, **more: Any) -> Any:
 
 def load_vision(name: str | None, device: Any, heartbeat: Callable[[], None] = lambda: None) -> Any:
     """The `VisionFeatures` of --align_with: a folder of transformers, or the name of a model of the Hugging Face Hub,
-    whose files are fetched unless its cache holds them; None without the flag.
+    USER/NAME or USER/NAME@REVISION, whose files are fetched unless its cache holds them; None without the flag.
 
     Args:
         heartbeat: Called while files are fetched.
@@ -248,10 +248,12 @@ def load_vision(name: str | None, device: Any, heartbeat: Callable[[], None] = l
         return None
     from tandem.io.fetching import fetch_from_hub
     from tandem.weights import hub
-    from tandem.weights.formats.towers import VISION_FILES, read_vision
+    from tandem.weights.formats.towers import VISION_FILES, import_vision_library, read_vision
 
+    import_vision_library()  # fails before files are fetched
     folder = Path(name).expanduser()
-    if hub.is_on_hub(name):
+    if (parsed := hub.parse_name(name)) and hub.is_on_hub(name):
+        model, revision = parsed
         for file in VISION_FILES:
-            folder = fetch_from_hub(f"{file} of --align_with {name}", name, file, heartbeat).parent
+            folder = fetch_from_hub(f"{file} of --align_with {name}", model, file, heartbeat, revision=revision).parent
     return read_vision(folder).to(device)

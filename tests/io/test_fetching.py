@@ -176,8 +176,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
         yield hub
 
 
-def of_bob(name: str = "weights.bin") -> Path:
-    return fetch_from_hub("weights of Bob", "bob/clip", name)
+def of_bob(name: str = "weights.bin", revision: str | None = None) -> Path:
+    return fetch_from_hub("weights of Bob", "bob/clip", name, revision=revision)
 
 
 def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_request(
@@ -189,6 +189,17 @@ def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_
     hub.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert of_bob().read_bytes() == CONTENT and not hub.requests
+
+
+def test_a_revision_of_the_hub_is_fetched_beside_another_one(
+    hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = hub.publish("bob/clip", {"config.json": b"old"})
+    hub.publish("bob/clip", {"config.json": b"new"})
+    contents = [of_bob("config.json", revision).read_bytes() for revision in (old, None)]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert contents == [of_bob("config.json", revision).read_bytes() for revision in (old, None)] == [b"old", b"new"]
+    assert "resolve/v1/config.json" in refused(of_bob, "config.json", "v1")
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "config.json"])  # with a checksum of LFS, and of git

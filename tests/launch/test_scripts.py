@@ -24,10 +24,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
-from tandem.io.published import VGG16
 from tandem.models import VQGAN
-from tandem.models.features.lpips import PerceptualLoss
 from tandem.weights.formats.towers import read_text_tower
+from tests.models.helpers import write_vgg16
 from tests.models.towers import audio_folder, text_folder, vision_folder
 from tests.scripts import (
     RUN,
@@ -211,11 +210,6 @@ def write_latents(folder: Path) -> None:
     torch.manual_seed(7)
     shape = {"ch_mult": [1, 2, 2], "attention_levels": [1], "num_resnet_blocks": [2]}
     VQGAN.from_dict({**TAMING, **shape, "image_size": 16, "dim": 8, "quantizer": "kl"}).save_pretrained(folder)
-
-
-def write_vgg16(folder: Path) -> None:
-    torch.manual_seed(7)
-    torch.save(PerceptualLoss("vgg").state_dict(), folder / VGG16.names[0])
 
 
 def pictures(run_folder: Path) -> dict[str, np.ndarray]:

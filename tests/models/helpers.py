@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.models.autoencoders import QuantizerConfig
+from tandem.io.published import RESNET50, VGG16
 from tandem.models.features.lpips import LogitDistance, PerceptualLoss
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.base import Quantizer
@@ -191,3 +192,16 @@ class Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.call
+
+
+def write_vgg16(folder: Path) -> None:
+    """Write an untrained one, for --perceptual_weights."""
+    torch.manual_seed(7)
+    torch.save(PerceptualLoss("vgg").state_dict(), folder / VGG16.names[0])
+
+
+def write_resnet50(folder: Path) -> None:
+    """Write an untrained one, for --perceptual_weights."""
+    torch.manual_seed(7)
+    weights = LogitDistance().network.state_dict()
+    torch.save(weights, folder / RESNET50.names[0])

@@ -41,10 +41,12 @@ def test_the_smallest_image_gives_one_logit_and_a_smaller_one_is_an_error_with_t
         assert "15 pixels" in said and "2 layers (--discr_layers), which needs 16" in said
         assert "or lower --discr_layers to 1" in said and small(layers=1)(images).shape[0] == 2
     assert "15 pixels" in refused(of_videos(), some_videos(2, 5, 15, 15), FRAMES)
-    # MaskBit's has a padded head: one place is enough, but not for the heads of clips.
+    # MaskBit's has a padded head: 2 x 2 places are enough, but not for the heads of clips.
     maskbit = MaskBitDiscriminator.from_dict({"dim": 4, "layers": 2})
-    assert maskbit(some_images(size=4)).shape == (2, 1, 1, 1)
-    assert "3 pixels" in refused(maskbit, some_images(size=3))
+    for images in (some_images(size=8), some_images(size=8)[:1]):
+        logits = maskbit(images)
+        assert logits.shape == (len(images), 1, 2, 2) and logits.std() > 0
+    assert "7 pixels" in refused(maskbit, some_images(size=7))
     assert "15 pixels" in refused(of_videos(frame_head="maskbit"), some_videos(2, 5, 15, 15), FRAMES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def test_a_preprocessor_may_leave_the_colours_as_they_are(tmp_path: Path) -> Non
         ("config.json", {"model_type": "dinov2", "num_channels": 4}, "4 channels"),
         ("config.json", {"model_type": "dinov2", "num_hidden_layers": 9}, "larger"),
         ("preprocessor_config.json", {}, "image_mean"),
+        ("preprocessor_config.json", {"image_mean": [0.5] * 3, "image_std": [0, 0, 0]}, "image_std [0, 0, 0]"),
+        ("preprocessor_config.json", {"image_mean": [0.5], "image_std": [0.5]}, "three colours"),
+        ("preprocessor_config.json", {"image_mean": [math.nan] * 3, "image_std": [0.5] * 3}, "image_mean [nan"),
+        ("preprocessor_config.json", {"image_mean": 0.5, "image_std": 0.5}, "holds no vision model"),
+        ("model.safetensors", {}, "layernorm.bias has values that are not finite"),
         ("preprocessor_config.json", None, "preprocessor_config.json"),
         ("model.safetensors", None, "model.safetensors"),
     ],
@@ -67,10 +73,12 @@ def test_a_preprocessor_may_leave_the_colours_as_they_are(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_used_is_one_line(
     file: str, content: dict[str, Any] | None, complaint: str, tmp_path: Path
 ) -> None:
-    vision_folder(tmp_path)
-    path = tmp_path / file
+    model, path = vision_folder(tmp_path), tmp_path / file
     if content is None:
         path.unlink()
+    elif file == "model.safetensors":
+        torch.nn.init.constant_(model.layernorm.bias, math.inf)
+        model.save_pretrained(tmp_path)
     else:
         before = json.loads(path.read_text()) if file == "config.json" else {}
         path.write_text(json.dumps({**before, **content}))
@@ -81,11 +89,13 @@ def test_a_name_of_the_hub_is_fetched_file_by_file(tmp_path: Path, monkeypatch: 
     vision_folder(tmp_path)
     fetched = []
 
-    def fetch(description: str, model: str, name: str, heartbeat: object) -> Path:
-        fetched.append((model, name))
+    def fetch(description: str, model: str, name: str, heartbeat: object, *, revision: str | None) -> Path:
+        fetched.append((model, revision, name))
         return tmp_path / name
 
     monkeypatch.setattr(fetching, "fetch_from_hub", fetch)
     vision = load_vision("alice/eye", "cpu")
-    assert fetched == [("alice/eye", name) for name in ("config.json", "preprocessor_config.json", "model.safetensors")]
+    load_vision("alice/eye@v1", "cpu")
+    names = "config.json", "preprocessor_config.json", "model.safetensors"
+    assert fetched == [("alice/eye", revision, name) for revision in (None, "v1") for name in names]
     assert (vision.width, vision.patch_size) == (16, 4) and load_vision(None, "cpu") is None

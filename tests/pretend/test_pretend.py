@@ -16,6 +16,8 @@ from filling import autoencoder, mulan, saved, video_tokenizer, vqgan
 from forks import Forked
 from safetensors.torch import load_file
 
+from tests.models.helpers import write_resnet50, write_vgg16
+from tests.models.towers import vision_folder
 from tests.pretend import library
 from tests.scripts import ROOT, SCRIPTS, VQGAN, words
 
@@ -110,11 +112,19 @@ def pinned_by_saves(report: dict[str, Any]) -> list[str]:
 
 ON_THE_HOST = {"ema_decay": 0}  # where averages are made on a device without fp64
 DETERMINISTIC = {"deterministic": None}
+ALIGNED: dict[str, Any] = {
+    "align_with": vision_folder, "equivariance_weight": 0.5, "latent_noise": 2
+}  # fmt: skip
 SPARSE = {"log_every_n_steps": 1000, "max_steps": 6, "ema_decay": 0.9}  # no line of metrics before the last update
 #: How often the host waits for its device in an update without a line; for each network where it is more than 0.
 VARIANTS: list[Any] = [
     *((name, ONE, DETERMINISTIC, 0) for name in SCRIPTS),
-    ("train_vqgan", WITHOUT_FP64, {**ON_THE_HOST, "gan_weight": 0.1, "lecam_weight": 0.1, "grad_accum_steps": 2}, 0),
+    (
+        "train_vqgan",
+        WITHOUT_FP64,
+        {**ON_THE_HOST, **ALIGNED, "gan_weight": 0.1, "lecam_weight": 0.1, "grad_accum_steps": 2},
+        0,
+    ),
     ("train_mulan", WITHOUT_FP64, {**ON_THE_HOST, "loss": "sigmoid", "grad_accum_steps": 2, "use_lion": None}, 0),
     (
         "train_decoder",
@@ -140,15 +150,25 @@ VARIANTS: list[Any] = [
 
 def named(value: Any) -> str | None:
     if isinstance(value, dict):
-        return "-".join(f"{name}={Path(str(each)).name}" if each is not None else name for name, each in value.items())
+        each_named = {name: getattr(each, "__name__", Path(str(each)).name) for name, each in value.items()}
+        return "-".join(name if value[name] is None else f"{name}={text}" for name, text in each_named.items())
     return Path(value[0]).name if isinstance(value, list) else None
+
+
+def with_folders(flags: dict[str, Any], where: Path) -> dict[str, Any]:
+    """The flags with a new folder for each value that is a function, which has filled it."""
+    written = {flag: where / value.__name__ for flag, value in flags.items() if callable(value)}
+    for flag, folder in written.items():
+        folder.mkdir()
+        flags[flag](folder)
+    return {**flags, **written}
 
 
 @pytest.mark.parametrize(("name", "launcher", "more", "most_waits"), VARIANTS, ids=named)
 def test_the_host_waits_seldom_and_no_number_is_read_too_early(
     name: str, launcher: list[str], more: dict[str, Any], most_waits: int, tmp_path: Path
 ) -> None:
-    flags = SCRIPTS[name].flags(tmp_path / "run", *words({**SPARSE, **more}))
+    flags = SCRIPTS[name].flags(tmp_path / "run", *words(with_folders({**SPARSE, **more}, tmp_path)))
     reports = reports_of(launcher, name, flags, tmp_path / "reports")
     assert [faults(report) for report in reports] == [[]] * processes(launcher)
     assert all(report["updates"]["update"] == 3 for report in reports)  # besides two first ones and the last
@@ -173,6 +193,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"gan_loss": "bce", "penalty": "zero_centred", "l2_recon_loss": None, "gradient_checkpointing": None},
         {"gan_loss": "hinge_softplus", "precision": "bf16"},
         {"precision": "fp16", "random_flip": None},
+        {"discriminator": "maskbit", "discr_dim": 8},
+        {**TAMING, **ALIGNED, "quantizer": "kl", "without": [*TAMING["without"], "codebook_size"]},
+        {"perceptual": "vgg", "perceptual_weights": write_vgg16, "gram_loss_weight": 1},
+        {"perceptual": "resnet50", "perceptual_weights": write_resnet50, "equivariance_weight": 0.5},
     ],
     "train_tokenizer": [
         *({"pad_mode": mode} for mode in ("constant", "replicate", "reflect")),
@@ -181,7 +205,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"norm": "rms", "patch_size": 2, "patch": "haar", "separate_first_frame": None, "gradient_checkpointing": None},
         {"quantizer": "vq", "vq_gradient": "rotation", "gan_loss": "bce", "l1_recon_loss": None, "use_lion": None},
         {"gan_loss": "hinge_softplus", "penalty": "zero_centred"},
-        {"precision": "bf16"},
+        {"precision": "bf16", "discriminator": "maskbit", "discr_dim": 8, **ALIGNED},
     ],
     "train_mulan": [
         *({"loss": loss, "hierarchical_layers": 1} for loss in ("decoupled", "softmax", "sigmoid")),
@@ -214,7 +238,7 @@ def test_every_option_trains_with_deterministic_kernels(name: str, more: dict[st
     gan = {"discr_start_step": 2, "apply_grad_penalty_every": 2} if "discr_layers" in SCRIPTS[name].tiny else {}
     chosen = {**gan, **more, "max_steps": 4, "sample_every_n_steps": 4, "deterministic": None}
     without = chosen.pop("without", ())
-    flags = SCRIPTS[name].flags(tmp_path / "run", *words(chosen), without=without)
+    flags = SCRIPTS[name].flags(tmp_path / "run", *words(with_folders(chosen, tmp_path)), without=without)
     (report,) = reports_of(ONE, name, flags, tmp_path / "reports")
     assert faults(report) == []
 

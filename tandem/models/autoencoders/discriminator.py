@@ -33,7 +33,7 @@ class Discriminator(Pretrained):
 
     Config = DiscriminatorConfig
     num_heads = 1
-    _smallest_map = _LAST_KERNEL  # side of the last grid of channels, for one logit
+    _smallest_map = _LAST_KERNEL  # side of the last grid of channels that is large enough
 
     def __init__(self, config: DiscriminatorConfig) -> None:
         super().__init__(config)
@@ -61,14 +61,14 @@ class Discriminator(Pretrained):
         """Images (b, c, h, w) in [0, 1] -> fp32 logits (b, 1, h', w'), h' = floor(h / 2^layers) - 3: 5 for 128 pixels.
 
         Raises:
-            ValueError: images too small for one logit.
+            ValueError: images too small.
         """
         self.check_side(min(images.shape[-2:]))
         x = images.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
         return self.to_logits(self.layers(channels_last(x))).float()
 
     def check_side(self, pixels: int) -> None:
-        """Raise a ValueError if images of this height or width are too small for one logit."""
+        """Raise a ValueError if images of this height or width are too small."""
         _check_side(pixels, self._smallest_map, len(self.layers) - 1)
 
 
@@ -94,7 +94,7 @@ class MaskBitDiscriminator(Discriminator):
     authors'. There, smaller grids are enlarged to 16 x 16.
     """
 
-    _smallest_map = 1
+    _smallest_map = 2  # with one place and one channel in a group, GroupNorm makes 0 of everything
 
     def _make_halving(self, fan_in: int, fan_out: int) -> nn.Sequential:
         return nn.Sequential(
@@ -147,9 +147,9 @@ class VideoDiscriminator(Pretrained):
     """Videos to one tensor of logits for each head, positive where a patch looks real.
 
     The first head is a `Discriminator`, or with ``frame_head`` "maskbit" a `MaskBitDiscriminator`, which sees one frame
-    of each clip. The others are patch discriminators with 3-D
-    convolutions: one sees every frame, for fast motion, and one every second frame, for slow motion. No sample
-    influences another's logits, and all operations can be differentiated twice, as a gradient penalty needs.
+    of each clip. The others are patch discriminators with 3-D convolutions: one sees every frame, for fast motion, and
+    one every second frame, for slow motion. No sample influences another's logits, and all operations can be
+    differentiated twice, as a gradient penalty needs.
 
     A clip head with time stride s computes logits of clips of more than s frames only. So images, videos of one frame,
     train the frame head alone; the momentum of an optimizer still moves the others.

@@ -42,7 +42,8 @@ class VideoTokenizerOutput(NamedTuple):
     """(b, init_dim, f, h / patch_size, w / patch_size): input of the decoder's last convolution, detached; for
     `VideoTokenizer.last_layer_gradient`."""
     latents: Tensor
-    """(b, d, f', h', w'), f' = 1 for images, with a gradient: the encoder's output before quantization."""
+    """(b, d, f', h', w'), f' = 1 for images, with a gradient: the encoder's output before quantization; not what the
+    decoder gets."""
     transformed: Tensor | None = None
     """What the decoder makes of transformed latents, fp32 (b, c, f, h', w'); None without a `transform`."""
 
@@ -94,13 +95,13 @@ class VideoTokenizer(Autoencoder):
 
     def forward(
         self, videos: Tensor, *, latent_noise: Tensor | None = None, noise_levels: Tensor | None = None,
-        transform: Transform | None = None, latent_hook: Callable[[Tensor], Tensor] | None = None,
+        transform: Transform | None = None, change_latent_gradient: Callable[[Tensor], Tensor] | None = None,
         accumulate_stats: bool = False,
     ) -> VideoTokenizerOutput | None:  # fmt: skip
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
-            latent_noise, noise_levels, transform, latent_hook: As for `VQGAN.forward`.
+            latent_noise, noise_levels, transform, change_latent_gradient: As for `VQGAN.forward`.
             accumulate_stats: Only add the videos to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
 
@@ -112,8 +113,8 @@ class VideoTokenizer(Autoencoder):
         if accumulate_stats:
             self.quantizer.accumulate_stats(z)
             return None
-        if latent_hook is not None and z.requires_grad:
-            z.register_hook(latent_hook)
+        if change_latent_gradient is not None and z.requires_grad:
+            z.register_hook(change_latent_gradient)
         quantized, codes, losses = self.quantizer(z)
         # In eval mode, choose the codes chunk by chunk, as `encode` does: their bits may depend on how many vectors are
         # compared at once.

@@ -146,7 +146,7 @@ class VQGAN(Autoencoder):
     def forward(
         self, images: Tensor, noise: Tensor | None = None, *, latent_noise: Tensor | None = None,
         noise_levels: Tensor | None = None, transform: Transform | None = None,
-        latent_hook: Callable[[Tensor], Tensor] | None = None, accumulate_stats: bool = False,
+        change_latent_gradient: Callable[[Tensor], Tensor] | None = None, accumulate_stats: bool = False,
     ) -> VQGANOutput | None:  # fmt: skip
         """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
@@ -156,7 +156,7 @@ class VQGAN(Autoencoder):
                 place of the latents, or the entries of codes, z.
             noise_levels: (b,) in [0, 1].
             transform: Of the latents, for `VQGANOutput.transformed`.
-            latent_hook: For the gradient of `VQGANOutput.latents`, as `torch.Tensor.register_hook` takes it.
+            change_latent_gradient: For the gradient of `VQGANOutput.latents`, as `torch.Tensor.register_hook` takes it.
             accumulate_stats: Only add the images to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
         """
@@ -166,8 +166,8 @@ class VQGAN(Autoencoder):
             return None
         quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
         latents, transformed = z if self.num_codes else quantized, None
-        if latent_hook is not None and latents.requires_grad:
-            latents.register_hook(latent_hook)
+        if change_latent_gradient is not None and latents.requires_grad:
+            latents.register_hook(change_latent_gradient)
         if transform is not None:
             transformed, _ = self._decode(self.quantizer.requantize(transform(latents)))
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))

@@ -19,7 +19,9 @@ class VisionFeatures(nn.Module):
     Args:
         network: A model of transformers for images of 3 channels, whose last tokens are those of the patches, row by
             row.
-        mean, std: Of the colours, in [0, 1], of the images that it was trained on: its input is (image - mean) / std.
+        mean, std: Of the three colours, in [0, 1], of the images that it was trained on: its input is
+            (image - mean) / std.
+        sha256: Of what was read, which tells the model from others.
 
     Attributes:
         width: Channels of a feature.
@@ -29,12 +31,12 @@ class VisionFeatures(nn.Module):
     _mean: Tensor
     _std: Tensor
 
-    def __init__(self, network: Any, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, network: Any, mean: Sequence[float], std: Sequence[float], sha256: str) -> None:
         super().__init__()
-        self.network = network
+        self.network, self._sha256 = network, sha256
         self.width, self.patch_size = int(network.config.hidden_size), int(network.config.patch_size)
         for name, values in (("_mean", mean), ("_std", std)):
-            self.register_buffer(name, torch.tensor(values).expand(3)[:, None, None], persistent=False)
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
         # Without this argument, a model takes images of any size, or only those of its own one.
         takes_argument = "interpolate_pos_encoding" in inspect.signature(network.forward).parameters
         self._options = {"interpolate_pos_encoding": True} if takes_argument else {}
@@ -45,7 +47,7 @@ class VisionFeatures(nn.Module):
         """What a checkpoint says of the model, which a resumed run may not exchange for another one."""
         names = ("model_type", "hidden_size", "num_hidden_layers", "patch_size")
         facts = {name: getattr(self.network.config, name) for name in names}
-        return {"model": type(self).__name__, "align_with": facts}
+        return {"model": type(self).__name__, "align_with": {**facts, "sha256": self._sha256}}
 
     def train(self, mode: bool = True) -> VisionFeatures:
         """Ignore ``mode`` and stay in eval mode."""

@@ -90,11 +90,11 @@ class Alignment:
         self._engine = backend.wrap(projection, make_optimizer(projection), name="projection")
         self.parts["projection"] = self._engine
 
-    def inputs(self) -> dict[str, Any]:
+    def generator_inputs(self) -> dict[str, Any]:
         """A further argument of the generator for a micro-batch, which `terms` needs."""
         if self._vision is None or not self._config.align_adaptive:
             return {}
-        return {"latent_hook": _DirectedGradient(self._config.align_weight)}
+        return {"change_latent_gradient": _DirectedGradient(self._config.align_weight)}
 
     def terms(self, out: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The generator's output for a micro-batch -> its term by name, 0-d and unweighted: "alignment_loss", the sum
@@ -110,7 +110,7 @@ class Alignment:
             gradient = image_gradient(loss, inputs)
         self._log(alignment_cosine=cosine, alignment_distance=distance)
         self._pairs.append((inputs.detach(), features))
-        if hook := micro_batch.generator_inputs.get("latent_hook"):
+        if hook := micro_batch.generator_inputs.get("change_latent_gradient"):
             hook.direction = gradient / _image_norms(gradient).clamp_min(_MIN_NORM)
             return {"alignment_loss": loss.detach()}
         return {"alignment_loss": with_gradient(loss.detach(), latents.float(), gradient)}

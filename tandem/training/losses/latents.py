@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.config.autoencoder_training import SMALLEST_SIDES
 from tandem.config.models.taming import KL
 from tandem.devices import to_device
 from tandem.training.noise import Noise
@@ -18,8 +19,6 @@ from .gan import weigh_perceptual
 
 if TYPE_CHECKING:
     from .gan import MicroBatch
-
-_SMALLEST_PERCEPTUAL_SIDE = 16  # pixels that `PerceptualLoss` needs
 
 
 class LatentLosses:
@@ -90,8 +89,9 @@ class LatentLosses:
         target = micro_batch.generator_inputs["transform"](micro_batch.images)
         with self._generator.autocast():
             loss = self._pixel_loss(out.transformed, target)
-            if self._perceptual_loss is not None and target.shape[-1] >= _SMALLEST_PERCEPTUAL_SIDE:
-                perceptual_terms = self._perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
+            perceptual_loss = self._perceptual_loss
+            if perceptual_loss is not None and target.shape[-1] >= SMALLEST_SIDES[self._config.perceptual]:
+                perceptual_terms = perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
                 loss = loss + weigh_perceptual(perceptual_terms, self._config)
         return {"equivariance_loss": loss}
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +90,11 @@ def load_towers(model: Any, pretrained: Mapping[str, Tower], tokenizer: Any) -> 
         getattr(model, name.removesuffix("_tower")).encoder.load_state_dict(tower.weights)
 
 
+def import_vision_library() -> Any:
+    """The package transformers. Raises ValueError, in one line, if it is not installed."""
+    return towers.import_transformers("--align_with")
+
+
 def read_vision(path: Path) -> VisionFeatures:
     """The vision transformer in a folder of transformers: a config.json of one of VISION_KINDS, its weights, and a
     preprocessor_config.json, which states the mean and the deviation of its images' colours.
@@ -97,7 +104,7 @@ def read_vision(path: Path) -> VisionFeatures:
     """
     from tandem.models import VisionFeatures
 
-    transformers = towers.import_transformers("--align_with")
+    transformers = import_vision_library()
     with _one_line_errors(path, "--align_with", "vision model"):
         config = read_json(path / CONFIG_FILE)
         model_class = getattr(transformers, VISION_KINDS[_check_type(config, VISION_KINDS)])
@@ -108,9 +115,15 @@ def read_vision(path: Path) -> VisionFeatures:
             raise ValueError(f"its images have {channels} channels, not 3")
         options = {"add_pooling_layer": False} if model_class is transformers.ViTModel else {}
         network = _load_network(model_class, model_class.config_class.from_dict(config), state, options)
-        if not preprocessor.get("do_normalize", True):
-            return VisionFeatures(network, [0.0], [1.0])
-        return VisionFeatures(network, preprocessor["image_mean"], preprocessor["image_std"])
+        if bad_name := next((n for n, weight in network.state_dict().items() if not weight.isfinite().all()), None):
+            raise ValueError(f"its tensor {bad_name} has values that are not finite")
+        mean, std = [0.0] * 3, [1.0] * 3
+        if preprocessor.get("do_normalize", True):
+            mean, std = preprocessor["image_mean"], preprocessor["image_std"]
+        if not (len(mean) == len(std) == 3 and all(map(math.isfinite, [*mean, *std])) and min(std) > 0):
+            raise ValueError(f"its image_mean {mean} and image_std {std} are not of three colours, or not above 0")
+        colours = {"image_mean": torch.tensor(mean), "image_std": torch.tensor(std)}
+        return VisionFeatures(network, mean, std, _sha256({**state, **colours}))
 
 
 def _read_tower(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], dict[str, Tensor]]]) -> Tower:
@@ -183,6 +196,14 @@ def _check_type(config: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 def _read_state(path: Path) -> dict[str, Tensor]:
     bin_path = path / "pytorch_model.bin"
     return read_state_dict(bin_path) if bin_path.is_file() and not holds_weights(path) else read_weights(path)
+
+
+def _sha256(state: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _convert_open_clip(

@@ -129,7 +129,7 @@ def test_an_adaptive_weight_makes_the_gradient_of_each_image_a_share_of_that_of_
         engine, alignment = aligned(backend, generator, weight=share)
         projection = copy.deepcopy(alignment.parts["projection"].module)
         for part in engine.micro_batches({"x": images, "noise": noise}):
-            inputs = alignment.inputs()
+            inputs = alignment.generator_inputs()
             out = engine(part["x"], part["noise"], **inputs)
             term = alignment.terms(out, MicroBatch(part["x"], inputs, {}, False))["alignment_loss"]
             assert not term.requires_grad
@@ -154,8 +154,8 @@ def test_an_image_within_the_margins_gets_no_gradient_from_the_alignment() -> No
     with single(batch_size=2) as backend:
         _, alignment = aligned(backend, tokenizer(), weight=1.0)
         alignment._config.align_cosine_margin = alignment._config.align_distance_margin = 3.0
-        latents, inputs = some(2, 6, 3, 4, 4).requires_grad_(), alignment.inputs()
-        latents.register_hook(inputs["latent_hook"])
+        latents, inputs = some(2, 6, 3, 4, 4).requires_grad_(), alignment.generator_inputs()
+        latents.register_hook(inputs["change_latent_gradient"])
         out = SimpleNamespace(latents=latents)
         alignment.terms(out, MicroBatch(torch.rand(2, 3, 5, SIDE, SIDE), inputs, {}, False))
         latents.sum().backward()

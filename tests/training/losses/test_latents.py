@@ -26,12 +26,12 @@ def engine(module):
     return SimpleNamespace(module=module, autocast=nullcontext)
 
 
-def losses(generator, **flags):
+def losses(generator, perceptual_loss=None, **flags):
     config = SimpleNamespace(
         **{"seed": 3, "quantizer": "kl", "latent": "sample", "equivariance_weight": 0.0, "latent_noise": 0.0,
            "perceptual_loss_weight": 1.0, "image_size": SIDE, **flags}
     )  # fmt: skip
-    return LatentLosses(config, engine(generator), "images", CPU, F.l1_loss, None)
+    return LatentLosses(config, engine(generator), "images", CPU, F.l1_loss, perceptual_loss)
 
 
 def batch(*positions):
@@ -136,3 +136,16 @@ def test_updates_of_other_sizes_are_of_other_kinds_and_a_single_latent_is_refuse
     assert losses(model()).update_kind(lambda step, batch: 1)(5) == (1, 4)
     with pytest.raises(ValueError, match="a single latent"):
         losses(model(), equivariance_weight=1.0, image_size=4)
+
+
+@pytest.mark.parametrize(("perceptual", "share"), [("vgg", 0), ("lpips", 0), ("resnet50", 1)])
+def test_images_too_small_for_a_perceptual_loss_have_the_pixels_error_alone(perceptual, share):
+    generator, images = model(), batch(0, 1)["images"]
+    options = {"latent": "mode", "equivariance_weight": 1.0, "perceptual": perceptual, "perceptual_loss_weight": 3.0}
+    latent_losses = losses(generator, lambda fakes, images: {"perceptual_loss": torch.tensor(2.0)}, **options)
+    for quarters, expected in ((4, 1), (2, share)):
+        transform = Transform(quarters, torch.tensor([1, 2]))
+        out = generator(images, transform=transform)
+        terms = latent_losses.terms(out, MicroBatch(images, {"transform": transform}, {}, is_adversarial=False))
+        pixels = F.l1_loss(out.transformed, transform(images)).item()
+        assert terms["equivariance_loss"].item() == pytest.approx(pixels + 6.0 * expected)
