@@ -151,24 +151,33 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
         "kind": "checkpoint", "step": samples // batch_size if has_step else None,
         "samples": samples,
         "written_by": meta,
-        "models": {name: with_scale(model, parts.get(name, {})) for name, model in parts.get(MODELS, {}).items()},
+        "models": {
+            name: with_latent_statistics(model, parts.get(name, {})) for name, model in parts.get(MODELS, {}).items()
+        },
         "parts": facts,
         "bytes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "checksums": checksums,
     }  # fmt: skip
 
 
-def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
-    """A model's configuration in a checkpoint, with the scale of latents from the statistics among its weights. The
-    checkpoint is untrusted, so `model` and `part` may be of other types."""
-    from tandem.models.quantizers.gaussian import compute_scale
+def with_latent_statistics(model: Any, part: Mapping[str, Any]) -> Any:
+    """A model's configuration in a checkpoint, with the scale of latents, and the mean and the deviation of each of
+    their channels, from the statistics among its weights. The checkpoint is untrusted, so `model` and `part` may be of
+    other types."""
+    from tandem.models.quantizers.gaussian import compute_channel_statistics, compute_scale
 
     weights = part.get("weights")
-    latent_stats: Any = weights.get("quantizer.latent_stats") if isinstance(weights, dict) else None
-    if not isinstance(model, dict) or model.get("scaling_factor") or getattr(latent_stats, "shape", None) != (3,):
+    if not isinstance(model, dict) or not isinstance(weights, dict):
         return model
-    scaling_factor, shift_factor = compute_scale(latent_stats) or (None, None)
-    return {**model, "scaling_factor": scaling_factor, "shift_factor": shift_factor}
+    latent_stats: Any = weights.get("quantizer.latent_stats")
+    channel_stats: Any = weights.get("quantizer.channel_stats")
+    if not model.get("scaling_factor") and getattr(latent_stats, "shape", None) == (3,):
+        scaling_factor, shift_factor = compute_scale(latent_stats) or (None, None)
+        model = {**model, "scaling_factor": scaling_factor, "shift_factor": shift_factor}
+    if getattr(channel_stats, "shape", None) == (3, model.get("latent_dim")):
+        mean, std = compute_channel_statistics(channel_stats) or (None, None)
+        model = {**model, "latents_mean": mean, "latents_std": std}
+    return model
 
 
 def format_facts(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:

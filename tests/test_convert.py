@@ -293,6 +293,10 @@ def test_the_scale_of_latents_is_kept_where_a_file_says_it_and_else_measured(tmp
         assert [arguments[name] for name in ("scaling_factor", "shift_factor")] == [
             pytest.approx(scale[name], rel=1e-6) for name in ("scaling_factor", "shift_factor")
         ]
+    for case in ("sd3", "ldm"):
+        said = inspected(tmp_path / f"run-{case}")["models"]["generator"]
+        run = open_model(tmp_path / f"run-{case}", "VQGAN").model
+        assert (said["latents_mean"], said["latents_std"]) == (run.latents_mean, run.latents_std) and run.latents_std
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ import torch
 from filling import IMAGES, LATENTS, SIZE, autoencoder, index, saved
 from filling_fixtures import model, on_one_cpu, source  # noqa: F401
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 
@@ -247,6 +248,33 @@ def test_a_folder_of_an_earlier_version_whose_grid_is_that_of_moments_is_decoded
     pictures = [{name: content for name, content in files(tmp_path / made).items() if name.endswith(".png")}
                 for made in ("images", "again")]  # fmt: skip
     assert pictures[0] == pictures[1] and len(pictures[0]) == 9
+
+
+@pytest.mark.parametrize("normalize", ["none", "channels"])
+def test_a_shard_says_how_it_is_normalised_and_those_of_an_earlier_version_are_kept(
+    normalize, model, source, tmp_path, capsys
+):
+    flags = ["--normalize", normalize, "--latent_dtype", "fp32"]
+    folder = SCRIPT.fill(model, source, tmp_path / "latents", *flags)
+    first, *others = sorted(folder.glob("*.safetensors"))
+    for path in (first, *others):
+        about = about_shard(path)
+        assert about.pop("normalize") == normalize
+        save_file(load_file(path), path, {"about": json.dumps(about)})
+    whole = (folder / "index.json").read_bytes()
+    for path in (folder / "index.json", folder / "index.jsonl", *others):
+        path.unlink()
+    half = first.read_bytes()
+    capsys.readouterr()
+    SCRIPT.fill(model, source, folder, *flags)
+    assert f"encoded {len(others)} of {len(others)} shards" in "".join(capsys.readouterr())
+    assert first.read_bytes() == half and [about_shard(path)["normalize"] for path in others] == [normalize] * 2
+    assert (folder / "index.json").read_bytes() == whole
+
+
+def about_shard(path: Path) -> dict[str, object]:
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["about"])
 
 
 def test_a_folder_of_an_earlier_version_that_says_scaled_is_gone_on_with_and_decoded(model, source, tmp_path, capsys):

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 import convert
 import embed
 import encode
+from tandem import models
 from tandem.io.renamed import FORMER_SETTINGS, FORMER_WEIGHTS
 from tandem.models.base import read_config
-from tandem.weights.load import load_model
+from tandem.weights.load import load_model, open_model
 from tests.scripts import (
     MULAN,
     ROOT,
@@ -135,6 +136,22 @@ def test_statistics_that_an_earlier_version_did_not_measure_are_measured_from_th
         stats = final_weights(folder)["quantizer.latent_stats"], final_weights(folder)[added]
         assert stats[0][0].item() == pytest.approx(1 - 0.99**updates) and stats[1].shape == (3, 4)
         assert stats[1][0].tolist() == pytest.approx([0.01] * 4) and load_model(folder / "model").latents_mean
+
+
+def test_a_model_without_measured_channels_has_the_checksum_that_an_earlier_version_gave_it(tmp_path: Path) -> None:
+    """A folder of latents names it. The checksum was computed by the last version without `channel_stats`."""
+    sizes = {"body": "taming", "dim": 8, "ch_mult": [1, 2], "norm_groups": 4, "num_resnet_blocks": [1]}
+    model = models.VQGAN.from_dict({**sizes, "image_size": 16, "quantizer": "kl", "latent_dim": 4}).requires_grad_(
+        False
+    )
+    for parameter in model.parameters():
+        parameter.fill_(0.5)
+    former = "85368621429578dbd5d7ef834cbff43bf5a660a15362c5cb9b75928f5847d485"
+    model.save_pretrained(tmp_path)
+    assert model.sha256() == open_model(tmp_path).identity["weights_sha256"] == former
+    model.quantizer.channel_stats.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    assert model.sha256() == open_model(tmp_path).identity["weights_sha256"] != former
 
 
 def test_an_average_is_made_of_snapshots_of_an_earlier_version(tmp_path: Path) -> None:

@@ -57,3 +57,9 @@ def with_added_statistics(weights: Mapping[str, Tensor], model: nn.Module) -> di
     """The weights of a model, whole, with those `ADDED_STATISTICS` of it that they lack."""
     added = {name: buffer for name, buffer in model.named_buffers() if name in ADDED_STATISTICS}
     return {**{name: buffer.new_zeros(buffer.shape, device="cpu") for name, buffer in added.items()}, **weights}
+
+
+def without_unmeasured_statistics(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a model, whole, without those `ADDED_STATISTICS` that have not been measured, all 0: they then are
+    those that an earlier version wrote, with the same checksum."""
+    return {name: weight for name, weight in weights.items() if name not in ADDED_STATISTICS or weight.any()}

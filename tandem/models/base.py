@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tandem.config.fields import ModelConfig
 from tandem.io.installed import command_of
 from tandem.io.reading import READ_ERRORS, check_inside, one_line, read_json
-from tandem.io.renamed import rename_settings, rename_weights
+from tandem.io.renamed import rename_settings, rename_weights, without_unmeasured_statistics
 from tandem.io.weights import check_weights_file, on_cpu, replacing_model_file
 
 from .building import build_on_meta, build_with_weights, check_arguments
@@ -65,7 +65,7 @@ class Pretrained(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with replacing_model_file(folder / _WEIGHTS) as path:
-            save_file(on_cpu(self.state_dict()), path)
+            save_file(self._saved_weights(), path)
         with replacing_model_file(folder / CONFIG_FILE) as path:
             values = {name: getattr(self, name, None) for name in _EXTRAS if name not in self.config}
             extra = {name: value for name, value in values.items() if value is not None}
@@ -81,7 +81,10 @@ class Pretrained(nn.Module):
 
     def sha256(self) -> str:
         """The checksum of the file of weights that `save_pretrained` would write."""
-        return hashlib.sha256(save(on_cpu(self.state_dict()))).hexdigest()
+        return hashlib.sha256(save(self._saved_weights())).hexdigest()
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        return without_unmeasured_statistics(on_cpu(self.state_dict()))
 
     @classmethod
     def from_pretrained(cls: type[Self], folder: str | Path) -> Self:

@@ -94,6 +94,35 @@ def test_channels_of_a_model_of_diffusers_are_kept_with_its_scale(tmp_path: Path
     assert back.scaling_factor == 0.5
     for name, values in stated.items():
         assert back[name] == pytest.approx(values, rel=1e-5)
+    measure(ours)
+    FORMATS["diffusers"].save(ours, tmp_path / "trained")
+    trained = type(theirs).from_pretrained(tmp_path / "trained").config
+    assert trained.latents_mean == ours.latents_mean and trained.latents_mean != back.latents_mean
+
+
+def test_channels_that_training_measured_are_not_written_beside_a_scale_that_was_given(tmp_path: Path) -> None:
+    """Pipelines of Stable Diffusion XL would normalise by them, and their generators know the scale alone."""
+    theirs = random_model("sd")
+    theirs.register_to_config(scaling_factor=0.13025)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    for _ in range(5):
+        measure(ours)
+    assert ours.latents_mean and ours.scaling_factor == 0.13025
+    ours.save_pretrained(tmp_path / "kept")
+    for name, model in (("back", ours), ("kept and back", VQGAN.from_pretrained(tmp_path / "kept"))):
+        FORMATS["diffusers"].save(model, tmp_path / name)
+        back = type(theirs).from_pretrained(tmp_path / name).config
+        assert back.scaling_factor == 0.13025
+        assert [back.get("latents_mean"), back.get("latents_std")] == [None, None]
+
+
+def measure(model: VQGAN) -> None:
+    """An update without a change of the weights."""
+    model.train()
+    model(torch.rand(2, 3, 16, 16))
+    model.quantizer.after_step(0, 0)
+    model.eval()
 
 
 @pytest.mark.parametrize("case", DIFFUSERS_CASES)

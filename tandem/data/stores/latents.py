@@ -11,7 +11,8 @@
 Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations.
 "normalize" of index.json says what was done to them: "none"; "scale", (latent - shift_factor) * scaling_factor, with
 the two numbers in its "config"; or "channels", (latent - latents_mean) / latents_std, with its two lists of d numbers.
-Its "dtype" is that of the latents, and its "grid" the shape of one of them.
+Its "dtype" is that of the latents, and its "grid" the shape of one of them. The metadata of each shard say "normalize",
+too; shards of earlier versions do not.
 """
 
 from __future__ import annotations
@@ -135,6 +136,9 @@ class LatentWriter(ShardWriter):
             raise ValueError(f"latents are not finite in {settings['dtype']}: give --latent_dtype bf16 or fp32")
         labels = torch.tensor([entry["label"] for entry in entries], dtype=torch.int64)
         return {**dict(zip((LATENTS, FLIPPED), latents.unbind(1), strict=False)), LABELS: labels}
+
+    def extra_metadata(self) -> dict[str, Any]:
+        return {"normalize": self.output.settings["normalize"]}
 
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
         for name, ending in ((LATENTS, ""), (FLIPPED, "-flip")):

@@ -1,7 +1,8 @@
 """Stored arrays: shards of a fixed number of items, and an index that is written last.
 
 codes-00000.safetensors   the rows of the items that could be read, in order. It gets this name once it is
-                          complete. The metadata hold its checksum and, as "notes", the items' index entries
+                          complete. The metadata hold, as JSON with the key "about", its checksum "sha256" and the
+                          items' index entries, "notes"
 index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per item, in order; row: its first
 index.json                settings, checksums and unreadable items; if it exists, all other files are complete
 """
@@ -123,6 +124,10 @@ class ShardWriter:
         """The tensors of a file by name, each (n, ...): the rows of the items with these indices."""
         return {self._name: rows}
 
+    def extra_metadata(self) -> dict[str, Any]:
+        """What the metadata of each file say about its columns."""
+        return {}
+
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
         """The .npy files of a shard, by name."""
         yield f"{self._name}-{shard:05d}.npy", columns[self._name].numpy()
@@ -139,7 +144,7 @@ class ShardWriter:
             content = io.BytesIO()  # .npy files come before the shard, whose existence means that all are complete
             np.save(content, array, allow_pickle=False)
             self.output.write(name, content.getvalue())
-        self.output.write(self._file_name(shard), shard_bytes(columns, notes=entries, bad=bad))
+        self.output.write(self._file_name(shard), shard_bytes(columns, notes=entries, bad=bad, **self.extra_metadata()))
 
     def _read_metadata(self, shard: int) -> Any:
         with safe_open(check_regular(self.output.path / self._file_name(shard)), "np") as file:

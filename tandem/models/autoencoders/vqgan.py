@@ -28,7 +28,7 @@ from tandem.models.layers.convolutional import (
 )
 from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.quantizers import make_quantizer
-from tandem.models.quantizers.gaussian import compute_channel_moments, compute_scale
+from tandem.models.quantizers.gaussian import came_with_weights, compute_channel_statistics, compute_scale
 from tandem.transforms import Transform
 
 from .taming import count_halvings, make_body
@@ -127,14 +127,19 @@ class VQGAN(Autoencoder):
     def latents_mean(self) -> list[float] | None:
         """Mean of each channel of the latents that the decoder got in training, d numbers. (latent - latents_mean) /
         `latents_std` has mean 0 and deviation 1 in each channel. None if it was not measured, or there are codes."""
-        moments = self._channel_moments()
-        return moments and moments[0]
+        statistics = self._channel_statistics()
+        return statistics and statistics[0]
 
     @property
     def latents_std(self) -> list[float] | None:
         """Standard deviation of each channel; see `latents_mean`."""
-        moments = self._channel_moments()
-        return moments and moments[1]
+        statistics = self._channel_statistics()
+        return statistics and statistics[1]
+
+    @property
+    def has_given_channels(self) -> bool:
+        """Whether `latents_mean` and `latents_std` came with published weights, even if training goes on from them."""
+        return not self.num_codes and came_with_weights(self.quantizer.channel_stats)
 
     @property
     def last_layer(self) -> nn.Conv2d:
@@ -251,8 +256,8 @@ class VQGAN(Autoencoder):
         is_needed = not (self.num_codes or self._arguments["scaling_factor"])
         return compute_scale(self.quantizer.latent_stats) if is_needed else None
 
-    def _channel_moments(self) -> tuple[list[float], list[float]] | None:
-        return None if self.num_codes else compute_channel_moments(self.quantizer.channel_stats)
+    def _channel_statistics(self) -> tuple[list[float], list[float]] | None:
+        return None if self.num_codes else compute_channel_statistics(self.quantizer.channel_stats)
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):

@@ -22,18 +22,24 @@ _MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
 def compute_scale(latent_stats: Tensor) -> tuple[float, float] | None:
     """(scaling_factor, shift_factor), 1 / standard deviation and mean of all numbers of the latents, from
     `DiagonalGaussian.latent_stats`; None if nothing was measured, or if the latents were not finite."""
-    moments = _mean_and_deviation(*latent_stats.tolist())
-    return moments and (1 / max(moments[1], 1e-12), moments[0])
+    statistics = _mean_and_deviation(*latent_stats.tolist())
+    return statistics and (1 / max(statistics[1], 1e-12), statistics[0])
 
 
-def compute_channel_moments(channel_stats: Tensor) -> tuple[list[float], list[float]] | None:
+def compute_channel_statistics(channel_stats: Tensor) -> tuple[list[float], list[float]] | None:
     """Mean and standard deviation of each channel of the latents, d numbers each, from
     `DiagonalGaussian.channel_stats`; None as for `compute_scale`."""
-    moments = [_mean_and_deviation(*stats) for stats in channel_stats.T.tolist()]
-    known = [channel for channel in moments if channel is not None]
-    if len(known) < len(moments):
+    channels = [_mean_and_deviation(*stats) for stats in channel_stats.T.tolist()]
+    known = [channel for channel in channels if channel is not None]
+    if len(known) < len(channels):
         return None
     return [mean for mean, _ in known], [max(deviation, _MIN_DEVIATION) for _, deviation in known]
+
+
+def came_with_weights(channel_stats: Tensor) -> bool:
+    """Whether the statistics of `DiagonalGaussian.channel_stats` began as those of published weights: they then have
+    the weight 1, which training keeps. A measured one stays below 1 - 2^-19, where fp32 rounds updates to nothing."""
+    return bool((channel_stats[0] == 1).all())
 
 
 def _mean_and_deviation(weight: float, mean: float, mean_square: float) -> tuple[float, float] | None:
@@ -48,7 +54,7 @@ class DiagonalGaussian(Bottleneck):
     Loss: ``kl`` is KL(N(mean, variance) || N(0, 1)) in nats per latent: summed over the channels, a mean over batch and
     positions. In training it keeps moving averages of the mean and the mean square, over the whole batch of each
     update, of the latents that the decoder gets, for each channel and for all together. From them, `compute_scale` and
-    `compute_channel_moments` compute what a generator's latents are normalised by.
+    `compute_channel_statistics` compute what a generator's latents are normalised by.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)

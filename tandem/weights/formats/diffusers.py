@@ -11,14 +11,14 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.config.models.taming import KL, check_number
+from tandem.config.models.taming import KL, SCALE_IS_MEASURED, check_number
 from tandem.io.published import read_state_dict, refuse_weights_flag
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
 from tandem.io.weights import replacing_model_file
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import read_weight_index
 
-from .taming import GROUPS, MOMENTS, Layout, code_channels, public_state
+from .taming import CHANNEL_STATISTICS, GROUPS, Layout, code_channels, public_state
 
 # Older names of the parts of an attention, as in the published autoencoders of Stable Diffusion.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -56,7 +56,9 @@ def save_folder(model: VQGAN, folder: Path) -> str:
 
     Some pipelines give their generator (latent - shift_factor) x scaling_factor; others, if there are latents_mean and
     latents_std, (latent - latents_mean) x scaling_factor / latents_std. So that the second, too, has a deviation of 1,
-    the latents_std that is written is the deviation of a channel x scaling_factor."""
+    the latents_std that is written is the deviation of a channel x scaling_factor. Beside a scale that was given, only
+    lists that were given with it are written: a pipeline whose generator was trained with a published scale alone would
+    normalise by measured ones."""
     state, config = public_state(model, DIFFUSERS), model.config
     attention_levels, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
     attention = ["Attn" if level in attention_levels else "" for level in levels]
@@ -82,7 +84,8 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     else:
         public_config |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
         public_config |= {"shift_factor": config["shift_factor"]}
-        if model.latents_std is not None:
+        is_measured = SCALE_IS_MEASURED in model.saved_config()
+        if model.latents_std is not None and (is_measured or model.has_given_channels):
             std = [value * public_config["scaling_factor"] for value in model.latents_std]
             public_config |= {"latents_mean": model.latents_mean, "latents_std": std}
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,11 +144,12 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
         raise ValueError("its scaling_factor is null")
     return {
         "norm_groups": groups, "scaling_factor": scaling, "shift_factor": config.get("shift_factor"),
-        "image_size": side, "force_upcast": upcast, MOMENTS: _channel_moments(config, scaling) if is_kl else None,
+        "image_size": side, "force_upcast": upcast,
+        CHANNEL_STATISTICS: _channel_statistics(config, scaling) if is_kl else None,
     }  # fmt: skip
 
 
-def _channel_moments(config: Mapping[str, Any], scaling: Any) -> tuple[list[float], list[float]] | None:
+def _channel_statistics(config: Mapping[str, Any], scaling: Any) -> tuple[list[float], list[float]] | None:
     """Mean and standard deviation of each channel in an untrusted configuration: latents_mean, and, as `save_folder`
     says, latents_std / scaling_factor; None if it lacks them. Raises ValueError, in one line, if they are no such
     numbers."""

@@ -26,7 +26,7 @@ from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.building import build_on_meta, check_arguments
 
 GROUPS = 32
-MOMENTS = "moments"
+CHANNEL_STATISTICS = "channel_statistics"
 _CODEBOOK = "quantize.embedding.weight"
 # If all entries of a codebook are longer than this, LlamaGen's codebook_l2_norm was set: entries then start with length
 # 1, and no gradient makes them shorter. Else their channels start below 1 / codebook_size, and entries that are never
@@ -50,7 +50,8 @@ class Layout(NamedTuple):
     package: str
     read: Callable[[Path, str], tuple[dict[str, Tensor], dict[str, Any]]]
     """(path, "best", "ema" or "online") -> the state dict of an autoencoder, and the arguments that cannot be inferred
-    from it; `MOMENTS` among them, if the means and the standard deviations of the channels of its latents are known."""
+    from it; `CHANNEL_STATISTICS` among them, if the means and the standard deviations of the channels of its latents
+    are known."""
     quantizers: tuple[str, ...]
     """Names of the quantizers that it has."""
     level: str
@@ -162,7 +163,7 @@ def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str
         OSError, ValueError, RuntimeError: the file is missing, damaged, hostile, or of a model that no `VQGAN` equals.
     """
     state, extra_arguments = layout.read(path, weights)
-    moments = extra_arguments.pop(MOMENTS, None)
+    statistics = extra_arguments.pop(CHANNEL_STATISTICS, None)
     if any(name.startswith("encoder.down_blocks.") for name in state) and layout is TAMING_LAYOUT:
         raise ValueError("it is of diffusers: give its folder, in which config.json is")
     if any(name.startswith("decoder.adaptive.") for name in state):
@@ -183,7 +184,7 @@ def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
         for public, name in names.items()
     }
-    return arguments, our_state | _quantizer_state(arguments, our_state, moments)
+    return arguments, our_state | _quantizer_state(arguments, our_state, statistics)
 
 
 def _is_quantizer_state(name: str) -> bool:
@@ -192,18 +193,19 @@ def _is_quantizer_state(name: str) -> bool:
 
 
 def _quantizer_state(
-    arguments: Mapping[str, Any], weights: Mapping[str, Tensor], moments: Sequence[Sequence[float]] | None
+    arguments: Mapping[str, Any], weights: Mapping[str, Tensor], statistics: Sequence[Sequence[float]] | None
 ) -> dict[str, Tensor]:
-    """The state of our quantizer. Of continuous latents: statistics, as if latents of these moments had been measured.
-    Of vectors: the file's codebook, and statistics that it lacks, with which training goes on as if one vector had been
-    assigned to each entry."""
+    """The state of our quantizer. Of continuous latents: statistics, as if latents of these means and deviations had
+    been measured. Of vectors: the file's codebook, and statistics that it lacks, with which training goes on as if one
+    vector had been assigned to each entry."""
     if arguments["quantizer"] == KL:
         dim = arguments["latent_dim"]
         stats = torch.zeros(3, dim)
-        if moments:
-            mean, std = torch.tensor(moments, dtype=torch.float64)
+        if statistics:
+            mean, std = torch.tensor(statistics, dtype=torch.float64)
             if len(mean) != dim:
                 raise ValueError(f"its latents_mean has {len(mean)} numbers, and its latents have {dim} channels")
+            # The weight 1 says that they were given, see `VQGAN.has_given_channels`.
             stats = torch.stack([torch.ones_like(mean), mean, std.square() + mean.square()])
         return {"quantizer.latent_stats": stats.mean(1).float(), "quantizer.channel_stats": stats.float()}
     if arguments["quantizer"] != "vq":

@@ -16,7 +16,12 @@ from torch.distributions import Normal, kl_divergence
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.models import VQGAN
 from tandem.models.quantizers import make_quantizer
-from tandem.models.quantizers.gaussian import DiagonalGaussian, compute_channel_moments, compute_scale
+from tandem.models.quantizers.gaussian import (
+    DiagonalGaussian,
+    came_with_weights,
+    compute_channel_statistics,
+    compute_scale,
+)
 from tests.models.helpers import TAMING, assert_same_bits, some, some_images, state_of
 from tests.processes import Process, on_processes
 
@@ -72,14 +77,14 @@ def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, *
 
 def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_counts_for_nothing() -> None:
     quantizer = gaussian()
-    assert compute_scale(quantizer.latent_stats) is compute_channel_moments(quantizer.channel_stats) is None
+    assert compute_scale(quantizer.latent_stats) is compute_channel_statistics(quantizer.channel_stats) is None
     updated(quantizer, [some_z()])
     means = some_z()[:, :DIM].double()
     scaling, shift = compute_scale(quantizer.latent_stats)
     assert math.isclose(shift, means.mean(), rel_tol=1e-5)
     assert math.isclose(scaling, 1 / means.std(correction=0), rel_tol=1e-5)
     channels = means.transpose(0, 1).flatten(1).numpy()
-    mean, deviation = compute_channel_moments(quantizer.channel_stats)
+    mean, deviation = compute_channel_statistics(quantizer.channel_stats)
     np.testing.assert_allclose(mean, channels.mean(1), rtol=1e-5)
     np.testing.assert_allclose(deviation, channels.std(1), rtol=1e-5)
     before = state_of(quantizer)
@@ -106,12 +111,20 @@ def test_the_scale_of_many_updates_is_an_average_that_forgets() -> None:
     np.testing.assert_allclose(quantizer.channel_stats, by_channel, rtol=1e-5, atol=1e-6)
 
 
+def test_the_weight_of_given_statistics_stays_1_and_that_of_measured_ones_below() -> None:
+    given, measured = torch.ones(3, DIM), torch.zeros(3, DIM)
+    for _ in range(3000):  # beyond the point where fp32 rounds an update to nothing
+        given, measured = (stats.lerp(torch.ones(3, DIM), 0.01) for stats in (given, measured))
+    assert torch.equal(measured.lerp(torch.ones(3, DIM), 0.01), measured)
+    assert came_with_weights(given) and not came_with_weights(measured)
+
+
 def test_a_channel_that_says_nothing_is_not_blown_up() -> None:
     quantizer, z = gaussian(), some_z()
     z[:, 1] = 0.3
     for step in range(3):
         updated(quantizer, [z], step)
-    mean, deviation = compute_channel_moments(quantizer.channel_stats)
+    mean, deviation = compute_channel_statistics(quantizer.channel_stats)
     assert deviation[1] >= 1e-6 and abs(z[0, 1, 0, 0].item() - mean[1]) / deviation[1] < 0.1 < deviation[0]
 
 
