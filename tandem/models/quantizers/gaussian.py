@@ -37,8 +37,8 @@ def compute_channel_statistics(channel_stats: Tensor) -> tuple[list[float], list
 
 
 def came_with_weights(channel_stats: Tensor) -> bool:
-    """Whether the statistics of `DiagonalGaussian.channel_stats` began as those of published weights: they then have the
-    weight 1, which training keeps. A measured one stays below 1 - 2^-19, where fp32 rounds its updates to nothing."""
+    """Whether the statistics of `DiagonalGaussian.channel_stats` began as those of published weights: they then have
+    the weight 1, which training keeps. A measured one stays below 1 - 2^-19, where fp32 rounds updates to nothing."""
     return bool((channel_stats[0] == 1).all())
 
 
