@@ -114,8 +114,10 @@ class Blur(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        weights = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
-        self.register_buffer("_kernel", torch.outer(weights, weights), persistent=False)
+        weights = (1, 3, 3, 1)
+        # In Python: arithmetic on the meta device would import the compiler.
+        kernel = torch.tensor([[row * column / 64 for column in weights] for row in weights])
+        self.register_buffer("_kernel", kernel, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         kernels = self._kernel.to(x.dtype).expand(x.shape[1], 1, -1, -1)

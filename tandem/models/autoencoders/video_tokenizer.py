@@ -42,8 +42,8 @@ class VideoTokenizerOutput(NamedTuple):
     """(b, init_dim, f, h / patch_size, w / patch_size): input of the decoder's last convolution, detached; for
     `VideoTokenizer.last_layer_gradient`."""
     latents: Tensor
-    """(b, d, f', h', w'), f' = 1 for images, with a gradient: the encoder's output before quantization; not what the
-    decoder gets."""
+    """fp32 (b, d, f', h', w'), f' = 1 for images, with a gradient: the encoder's output before quantization; not what
+    the decoder gets."""
     transformed: Tensor | None = None
     """What the decoder makes of transformed latents, fp32 (b, c, f, h', w'); None without a `transform`."""
 
@@ -129,7 +129,7 @@ class VideoTokenizer(Autoencoder):
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
         if videos.dim() == 4:
             reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)
-        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach(), z, transformed)
+        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach(), z.float(), transformed)
 
     @torch.no_grad()
     def encode(self, videos: Tensor) -> Tensor:

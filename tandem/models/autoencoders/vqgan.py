@@ -48,8 +48,8 @@ class VQGANOutput(NamedTuple):
     features: Tensor
     """(b, dim, h, w): input of the decoder's last layer, detached; for `VQGAN.last_layer_gradient`."""
     latents: Tensor
-    """(b, d, h / 2^n, w / 2^n), with a gradient: the continuous latents that the decoder gets, before noise; of a model
-    with codes, the encoder's output before quantization."""
+    """fp32 (b, d, h / 2^n, w / 2^n), with a gradient: the continuous latents that the decoder gets, before noise; of a
+    model with codes, the encoder's output before quantization."""
     transformed: Tensor | None = None
     """What the decoder makes of transformed latents, fp32 (b, c, h', w'); None without a `transform`."""
 
@@ -176,7 +176,7 @@ class VQGAN(Autoencoder):
         if transform is not None:
             transformed, _ = self._decode(self.quantizer.requantize(transform(latents)))
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
-        return VQGANOutput(reconstruction, codes, losses, features.detach(), latents, transformed)
+        return VQGANOutput(reconstruction, codes, losses, features.detach(), latents.float(), transformed)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ not use.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class ReconstructionQuality:
     Args:
         num_codes: Size of the codebook; 0 without one.
         losses: Names of further values to average.
-        lpips: Reconstructions and images (b, c, h, w) in [0, 1] -> their mean distance, 0-d.
+        lpips: A `PerceptualLoss`, of which "perceptual_loss" is taken.
         inception: Images (b, 3, h, w) in [0, 1] -> feature vectors (b, 2048), for rFID.
     """
 
@@ -116,7 +116,7 @@ class ReconstructionQuality:
         num_codes: int,
         device: torch.device | str = "cpu",
         losses: Sequence[str] = ("loss",),
-        lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
+        lpips: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
         inception: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._lpips = lpips
@@ -130,7 +130,7 @@ class ReconstructionQuality:
         """Add images and reconstructions (b, c, h, w) in [0, 1], codes of any shape, and losses, 0-d,
         each a mean over b."""
         if self._lpips:
-            losses["lpips"] = self._lpips(reconstructions.clamp(0, 1), images)
+            losses["lpips"] = self._lpips(reconstructions.clamp(0, 1), images)["perceptual_loss"]
         if self._fid:
             self._fid.add(images, reconstructions)
         per_image = {name: loss.expand(len(images)) for name, loss in losses.items()}

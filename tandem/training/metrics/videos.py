@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class VideoQuality:
         num_codes: Size of the codebook.
         num_frames: Frames of a clip; with 1, there is no `psnr_first`, `psnr_rest`, `dpsnr` and `flicker`.
         losses: Names of further values to average.
-        lpips: Reconstructions and images (b, c, h, w) in [0, 1] -> their mean distance, 0-d.
+        lpips: As for `ReconstructionQuality`.
         i3d: Videos (b, 3, f, h, w) in [0, 1] -> feature vectors (b, 400), for rFVD.
     """
 
@@ -62,7 +62,7 @@ class VideoQuality:
         num_frames: int,
         device: torch.device | str = "cpu",
         losses: Sequence[str] = ("loss",),
-        lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
+        lpips: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
         i3d: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._frames = ReconstructionQuality(num_codes, device, losses, lpips)

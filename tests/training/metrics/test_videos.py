@@ -53,7 +53,9 @@ def measured(*parts: tuple[Tensor, Tensor], num_frames: int = 5, **networks: Any
 def test_values_of_frames_are_means_over_frames_and_first_frames_are_apart() -> None:
     x, y = some_videos(), some_videos(seed=1)
     y[:, :, 0] = x[:, :, 0] + 0.01
-    lpips: Callable[[Tensor, Tensor], Tensor] = lambda fake, real: (fake - real).square().mean()  # noqa: E731
+    lpips: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda fake, real: {  # noqa: E731
+        "perceptual_loss": (fake - real).square().mean()
+    }
     values, counts = measured((x, y), lpips=lpips).result()
     of_frames = torch.stack([psnr(x[:, :, t], y[:, :, t]) for t in range(5)])
     assert values["psnr"] == pytest.approx(of_frames.mean().item(), rel=1e-6)
