@@ -60,24 +60,24 @@ class LatentRegularizerFlags:
     )
     align_with: str | None = flag(
         None,
-        "teach the encoder latents from which a 1 x 1 convolution, trained along with it, can make the patch features "
-        "of this frozen vision model (VA-VAE): a folder of transformers, or USER/NAME of the Hugging Face Hub, such as "
-        "facebook/dinov2-small",
+        "align the latents with the patch features of this frozen vision model (VA-VAE): a folder of transformers, or "
+        "USER/NAME of the Hugging Face Hub, such as facebook/dinov2-small; a 1 x 1 convolution is trained to map the "
+        "latents to the features",
         PATH,
         requires=when("train", "all"),
         fixed_on_resume=bool,  # the folder may move; a checkpoint says which model it was
     )
     align_weight: float = flag(
         0.1,
-        "weight of the alignment: of the sum of an error between latents and features at each place, and one between "
-        "their similarities at pairs of places; --align_adaptive says what it is a weight of",
+        "strength of the alignment: the gradient that it gives to the latents of an image, as a share of the gradient "
+        "that they get from all other terms; with --no-align_adaptive, its weight in the loss",
         non_negative_float,
         requires=_ALIGNED,
     )
     align_adaptive: bool = flag(
         True,
-        "make the gradient of the alignment --align_weight times as large as that of all other terms, for each image "
-        "at its latents; --no-align_adaptive, which --compile needs: --align_weight is the weight",
+        "let --align_weight be a share, so that the alignment keeps its strength while the other errors shrink; "
+        "--compile needs --no-align_adaptive",
         requires=_ALIGNED,
     )
     align_cosine_margin: float = flag(
