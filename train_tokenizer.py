@@ -1,5 +1,6 @@
-"""Train a tokenizer of videos and images: clips to a grid of codes and back. It is causal: a code depends on no later
-frame, so an image is a clip of one frame, and a video of any length can be encoded chunk by chunk.
+"""Train a tokenizer of videos and images: clips to a grid of codes, or continuous latents, and back. It is causal: a
+code depends on no later frame, so an image is a clip of one frame, and a video of any length can be encoded chunk by
+chunk.
 
     python train_tokenizer.py                                     # the demonstration, minutes on two cores
     python train_tokenizer.py --video_folder clips/               # one process, debugging
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
 from tandem.config.autoencoder_training import VALIDATION, GANFlags, LatentRegularizerFlags, perceptual_loss_warning
-from tandem.config.converters import FILE
+from tandem.config.converters import FILE, sizes
 from tandem.config.data import VideoFlags, data_path
 from tandem.config.fields import flag, given
 from tandem.config.models.autoencoders import QuantizerLossFlags, VideoTokenizerConfig
+from tandem.config.models.taming import LatentLossFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import DecayingOptimizerFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
@@ -43,7 +45,8 @@ class ScriptFlags:
     """Where the weights come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = start_flag(
-        "start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub",
+        "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub, a folder of "
+        "diffusers with a video autoencoder of Wan, or Wan's own .pth",
         title="model",
     )
     inflate: bool = flag(
@@ -51,6 +54,13 @@ class ScriptFlags:
         "for a model of --init_from that was trained on images: change its weights so that, before the first update, "
         "each frame is encoded without earlier ones",
         requires=given("init_from", "DIR"),
+    )
+    clip_frames: tuple[int, ...] | None = flag(
+        None,
+        "train on clips of several lengths: one of these numbers of frames is drawn for each update, and the clips of "
+        "--num_frames are cut to it (default: --num_frames)",
+        sizes,
+        title="videos",
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
     fvd_weights: str | None = flag(
@@ -64,8 +74,8 @@ class ScriptFlags:
 
 @dataclass
 class Config(
-    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, LatentRegularizerFlags, ScriptFlags, DecayingOptimizerFlags,
-    GANFlags, RunFlags,
+    VideoFlags, VideoTokenizerConfig, LatentLossFlags, QuantizerLossFlags, LatentRegularizerFlags, ScriptFlags,
+    DecayingOptimizerFlags, GANFlags, RunFlags,
 ):  # fmt: skip
     """Every flag of this script."""
 
@@ -88,7 +98,10 @@ def build_model(config: Config) -> models.VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
     load = models.VideoTokenizer.inflate_from if config.inflate else models.VideoTokenizer.load_weights_from
     generator: models.VideoTokenizer = init_model(models.VideoTokenizer, config, load)
-    models.check_frames(config.num_frames, generator.frames_per_code)
+    for frames in (config.num_frames, *(config.clip_frames or ())):
+        models.check_frames(frames, generator.frames_per_code)
+    if config.clip_frames and max(config.clip_frames) > config.num_frames:
+        raise ValueError(f"--clip_frames {max(config.clip_frames)} is more than --num_frames {config.num_frames}")
     if config.train == "decoder":
         generator.freeze_encoder()
     return generator
@@ -101,8 +114,6 @@ def build_discriminator(config: Config) -> models.VideoDiscriminator:
 
 def train(config: Config, backend: distributed.Backend) -> None:
     from torch.nn import functional as F
-
-    from tandem.devices import to_device
 
     processes, device = backend.processes, backend.processes.device
     discr_lr, discr_betas = config.discr_learning_rate or config.learning_rate, config.discr_betas or config.betas
@@ -122,20 +133,18 @@ def train(config: Config, backend: distributed.Backend) -> None:
     feed = data.video_data(config, processes)
     networks: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
     networks |= {} if vision is None else {"projection": vision}  # the model that a checkpoint's projection belongs to
-    run = training.Run(config, backend, feed, models=networks, columns=COLUMNS)
+    columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
+    run = training.Run(config, backend, feed, models=networks, columns=columns)
     generator.quantizer.connect(processes)
     autocast = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
-    ema, noise = training.make_ema(tokenizer, config.ema_decay, config.ema_power), training.Noise(config.seed, "frame")
+    ema = training.make_ema(tokenizer, config.ema_decay, config.ema_power)
+    clips = training.ClipDraws(config.seed, config.clip_frames or (config.num_frames,), device)
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
+    output = f"{config.output_dir}/{generator.latent_kind}"
 
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["videos"])
-
-    def sample_frames(micro_batch: Mapping[str, Any], step: int) -> dict[str, Tensor]:
-        """The number of a random frame of each clip (b,), for the losses that judge single frames."""
-        fractions = noise.uniform(step, micro_batch["positions"], ())  # on the CPU, so that every device draws the same
-        return {"frames": to_device((fractions * micro_batch["videos"].shape[2]).long(), device)}
 
     def frame_distance(fake: Tensor, videos: Tensor, frames: Tensor) -> dict[str, Tensor]:
         """The terms of the perceptual loss of the frames with these numbers."""
@@ -160,25 +169,27 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )  # fmt: skip
     gan_loss = training.GANLoss(
         config, tokenizer, discr, processes, images=videos_of, pixel_loss=pixel_loss,
-        perceptual_loss=distance, loss_inputs=sample_frames, log=run.add,
+        perceptual_loss=distance, loss_inputs=clips.frames, log=run.add,
         generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.generator_inputs()},
     )  # fmt: skip
     evaluation = training.Evaluation(
         tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
-        next_command=("encode.py", "--video_folder", data_path(config), "--output", f"{config.output_dir}/codes"),
+        next_command=("encode.py", "--video_folder", data_path(config), "--output", output),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
+    update_kind = clips.update_kind(latent_losses.update_kind(gan_loss.active_terms))
     total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
-    for step, batch in training.updates(
-        run, evaluation, preview=config.num_videos_save, update_kind=latent_losses.update_kind(gan_loss.active_terms)
-    ):
+    for step, batch in training.updates(run, evaluation, preview=config.num_videos_save, update_kind=update_kind):
+        batch = clips.cut(batch, step)
         tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         discr.lr = with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
+        # The KL is per latent, the errors are per value of the clip, which may be an image.
+        weights["kl"] = config.kl_loss_weight / generator.values_per_latent(frames=batch["videos"].shape[2])
         weights["equivariance_loss"], weights["alignment_loss"] = config.equivariance_weight, config.align_weight
         fakes, codes = [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
@@ -194,8 +205,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         alignment.update(batch, tokenizer.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
-        run.log_codes(codes, generator.num_codes)
-        run.log(update, entropy_loss_weight=weights["entropy"])
+        run.log_codes(codes, generator.num_codes, entropy_loss_weight=weights["entropy"])
+        run.log(update)
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
             run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)

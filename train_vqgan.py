@@ -124,7 +124,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     pixel_loss = F.mse_loss if config.l2_recon_loss else F.l1_loss
     latent_losses = training.LatentLosses(config, vqgan, "images", device, pixel_loss, perceptual)
     values_per_latent = generator.channels * 4**generator.num_layers  # values of the image that share a latent
-    output = f"{config.output_dir}/{'codes' if generator.num_codes else 'latents'}"
+    output = f"{config.output_dir}/{generator.latent_kind}"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["images"])
@@ -182,9 +182,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         alignment.update(batch, vqgan.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
-        if generator.num_codes:
-            run.log_codes(codes, generator.num_codes)
-            run.log(entropy_loss_weight=weights["entropy"])
+        run.log_codes(codes, generator.num_codes, entropy_loss_weight=weights["entropy"])
         run.log(update)
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)

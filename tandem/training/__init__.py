@@ -11,6 +11,7 @@ from tandem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .cascade import Cascade
+    from .clips import ClipDraws
     from .ema import final_metric, final_weights, make_ema
     from .evaluation import Action, Evaluation, final_model
     from .generation import Generation, sampling_example
@@ -40,18 +41,18 @@ if TYPE_CHECKING:
     from .visuals.videos import film
 
 __all__ = [
-    "Action", "Alignment", "Averages", "BestModel", "Cascade", "CollapseAlarm", "Contrastive", "DiffusionDraws",
-    "Embedder", "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache", "LatentLosses", "LowresDraws",
-    "Noise", "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run", "Sample", "UnetErrors",
-    "VideoQuality", "best_matches", "class_embeddings", "code_histogram", "evaluate_autoencoder", "film",
-    "final_metric", "final_model", "final_weights", "frames_of", "grid", "load_inception", "make_ema", "make_optimizer",
-    "missing_metrics_text", "prompts", "reconstructions", "sampling_example", "sounds_picture", "text_inputs",
-    "updates", "width_of",
+    "Action", "Alignment", "Averages", "BestModel", "Cascade", "ClipDraws", "CollapseAlarm", "Contrastive",
+    "DiffusionDraws", "Embedder", "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache",
+    "LatentLosses", "LowresDraws", "Noise", "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run",
+    "Sample", "UnetErrors", "VideoQuality", "best_matches", "class_embeddings", "code_histogram",
+    "evaluate_autoencoder", "film", "final_metric", "final_model", "final_weights", "frames_of", "grid",
+    "load_inception", "make_ema", "make_optimizer", "missing_metrics_text", "prompts", "reconstructions",
+    "sampling_example", "sounds_picture", "text_inputs", "updates", "width_of",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
     "Action": "evaluation", "Alignment": "losses.alignment", "Averages": "metrics.averages",
-    "BestModel": "run_folder.best", "Cascade": "cascade", "CollapseAlarm": "metrics.collapse",
+    "BestModel": "run_folder.best", "Cascade": "cascade", "ClipDraws": "clips", "CollapseAlarm": "metrics.collapse",
     "Contrastive": "losses.contrastive", "DiffusionDraws": "losses.diffusion", "Embedder": "metrics.embedder",
     "Evaluation": "evaluation", "GANLoss": "losses.gan", "Generation": "generation",
     "GenerationQuality": "metrics.generation", "GradCache": "losses.grad_cache", "LatentLosses": "losses.latents",

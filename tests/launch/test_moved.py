@@ -34,7 +34,7 @@ OTHERS = [str(launcher.backend) for launcher in CHOSEN_ON_TWO]
 FUSED = "vae without parts"
 WAYS = {
     "vae": ["kill ddp", *(f"kill {name}" for name in OTHERS), "ask zero3"],
-    "tokenizer-vq": ["kill single", "kill zero0"],
+    "tokenizer-kl": ["kill single", "kill zero0"],
     "decoder": ["kill ddp", "kill zero2"],
     "taming-kl": ["kill ddp", *(f"kill {name}" for name in OTHERS)],
     "mulan-sigmoid": ["kill zero1", *(f"kill {name}" for name in OTHERS)],  # by Lion, in two groups

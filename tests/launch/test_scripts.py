@@ -84,7 +84,11 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
             {**ADVERSARIAL, "quantizer": quantizer, "image_folder": "demo:shapes:64", "image_every": 3,
              "equivariance_weight": 0.5, "latent_noise": 2, **more},
         )
-        for quantizer, more in (("vq", {}), ("lfq", MASKBIT))
+        for quantizer, more in (
+            ("vq", {}), ("lfq", MASKBIT),
+            ("kl", {"body": "wan", "ch_mult": "1,2", "time_levels": "0", "num_resnet_blocks": 1, "latent_dim": 4,
+                    "clip_frames": "3,5"}),
+        )
     },
     # Dropped conditions, linear attention, a weighted loss, a learned variance, noise on the smaller picture, crops.
     "decoder": (
@@ -113,8 +117,8 @@ TURNS_OF_BITS = [
     ("vae", "vqgan-lfq", "mulan-softmax", "taming-kl"),
     ("vae", "tokenizer-vq", "mulan-frozen"),
     ("vae", "vqgan-vq", "decoder"),
-    ("vae", "tokenizer-lfq", "taming-kl"),
-    ("vae", "decoder", "taming-kl"),
+    ("vae", "tokenizer-kl", "taming-kl"),
+    ("vae", "decoder", "tokenizer-kl"),
 ]
 TURNS_OF_ROUNDING = [
     ("vqgan-fsq", "mulan-dropout", "taming-decoder"),
@@ -142,6 +146,8 @@ def flags(name: str, folder: Path) -> list[str]:
     without = {"mulan-musiclm": ("n_mels",), "mulan-frozen": OWN_SIZES}.get(name, ())
     if name.startswith("taming"):
         without = ("num_layers", "codebook_size")
+    if name == "tokenizer-kl":
+        without = ("layers", "input_kernel", "codebook_size")
     tiny = {key: value for key, value in SCRIPTS[script].tiny.items() if key not in without}
     data = f"{SCRIPTS[script].data.demonstration}:64"
     if name == "vae":
@@ -162,7 +168,8 @@ def of_rounding(name: str) -> list[str]:
     have a tiny learning rate. They have fewer codes than the batch has vectors: k-means would leave equal codes, and
     rounding would decide which of them is the nearest."""
     rate = {"learning_rate": 1e-7} if name.startswith(("vqgan", "tokenizer", "taming")) else {}
-    return words({**rate, **({"codebook_size": 64} if name.startswith(("vqgan", "tokenizer")) else {})})
+    has_codes = name.startswith(("vqgan", "tokenizer")) and not name.endswith("kl")
+    return words({**rate, **({"codebook_size": 64} if has_codes else {})})
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs, names: Sequence[str] = ()) -> Iterator[Task]:

@@ -28,6 +28,12 @@ TOKENIZER: dict[str, Any] = {
     "image_size": 8, "layers": "residual,compress_space:6,compress_time,residual", "init_dim": 4, "input_kernel": 3,
     "norm": "rms", "codebook_size": 16,
 }  # fmt: skip
+WAN: dict[str, Any] = {
+    "body": "wan", "ch_mult": [1, 2], "time_levels": [0], "num_resnet_blocks": 1, "norm": "none", "input_kernel": 7,
+}  # fmt: skip
+WAN_2_2: dict[str, Any] = {
+    **WAN, "ch_mult": [1, 1], "residual_resampling": True, "patch_size": 2, "patch": "pixels", "decoder_dim": 6,
+}  # fmt: skip
 _TOWERS: dict[str, Any] = {
     "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4, "vocab_size": 40,
     "max_text_tokens": 10, "dim_latent": 6,

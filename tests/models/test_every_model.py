@@ -101,10 +101,12 @@ def tokenizer(quantizer: str, **sizes: Any) -> Case:
     sizes = {**helpers.TOKENIZER, "quantizer": quantizer, **sizes}
 
     def inputs(model: Any) -> dict[str, Tensor]:
-        return {"videos": some_videos(BATCH)}
+        videos = some_videos(BATCH)
+        noise = {"noise": some(BATCH, *model.latent_shape(*videos.shape[2:]))} if quantizer == "kl" else {}
+        return {"videos": videos, **noise}
 
     free = {"image_size": 16, "gradient_checkpointing": True, "time_window": 3}
-    return Case(VideoTokenizer, sizes, inputs, free, {"init_dim": 5})
+    return Case(VideoTokenizer, sizes, inputs, free, {"init_dim": 8})
 
 
 def mulan(**sizes: Any) -> Case:
@@ -152,6 +154,8 @@ MODELS = {
         "fsq", fsq_levels=[8, 5, 4], norm="none",
         layers="attend_time,gateloop_time,residual,linear_attend_space,compress_time,attend_space,adaptive"),
     "tokenizer of every layer": tokenizer("ibq", layers=EVERY_LAYER, patch_size=2),
+    "tokenizer-kl": tokenizer("kl", latent_dim=3), "tokenizer-wan-kl": tokenizer("kl", latent_dim=3, **helpers.WAN),
+    "tokenizer-wan2.2-kl": tokenizer("kl", latent_dim=3, **helpers.WAN_2_2),
     "mulan": mulan(
         **helpers.MULAN, sample_rate=22050, n_fft=512, hop_length=200, n_mels=32, fmin=20.0, fmax=9000.0, patch_size=8,
         init_logit_scale=2.6, init_bias=-5.0),
@@ -347,7 +351,7 @@ PIXELS = {"patch": "pixels", "pad_mode": "reflect"}
 @pytest.mark.parametrize(
     ("name", "change"),
     [("lfq", {}), ("lfq", {"normalize_input": False}), ("taming-vq", {}), ("taming-kl", {}), ("tokenizer-lfq", {}),
-     ("tokenizer-lfq", PIXELS), ("tokenizer-vq", {}), ("tokenizer-vq", PIXELS)],
+     ("tokenizer-lfq", PIXELS), ("tokenizer-vq", {}), ("tokenizer-vq", PIXELS), ("tokenizer-wan2.2-kl", {})],
     ids=str,
 )  # fmt: skip
 def test_the_last_layers_gradient_needs_no_pass_through_the_model(name: str, change: dict[str, Any]) -> None:

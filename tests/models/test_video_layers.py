@@ -3,6 +3,7 @@ tests/test_references.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tandem.models.autoencoders.video_tokenizer import from_patches, to_patches
+from tandem.config.models.autoencoders import VideoTokenizerConfig
 from tandem.models.layers.video.attention import (
     AdaptiveNorm,
     AttentionBlock,
@@ -28,6 +29,7 @@ from tandem.models.layers.video.causal import (
     TimeUp,
     pad_space,
 )
+from tandem.models.layers.video.patches import from_patches, to_patches
 from tests.models.helpers import some
 
 WHOLE = Context()
@@ -49,7 +51,9 @@ def video(*shape: int, seed: int = 1) -> Tensor:
 def test_a_list_of_layers_says_what_fits() -> None:
     layers = " residual, compress_space:64,consecutive_residual:2,compress_time ,compress_space"
     assert parse_layers(layers)[1:4] == [("compress_space", 64), ("consecutive_residual", 2), ("compress_time", None)]
-    assert (frames_per_code(layers), pixels_per_code(layers), pixels_per_code(layers, 2)) == (2, 4, 8)
+    config = VideoTokenizerConfig(layers=layers)
+    assert (frames_per_code(config), pixels_per_code(config)) == (2, 4)
+    assert pixels_per_code(dataclasses.replace(config, patch_size=2)) == 8
     with pytest.raises(ValueError, match=r"^width 3 must be a multiple of 4, .*; use 4 or 8$"):
         check_side("width", 3, 4)
 

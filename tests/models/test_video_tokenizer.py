@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.models import StreamState, VideoTokenizer
-from tests.models.helpers import TOKENIZER, lively, refused, some, some_videos
+from tests.models.helpers import TOKENIZER, WAN, WAN_2_2, lively, refused, some, some_videos
 
 # Layers that divide time by S_t: one that keeps the number of frames comes before and after each that does not.
 COMPRESSING = {
@@ -30,6 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "first": {"layers": COMPRESSING[2], "separate_first_frame": True, "pad_mode": "replicate"},
     "window": {"layers": COMPRESSING[1], "time_window": 2, "patch_size": 2, "patch": "pixels"},
     "every layer": {"layers": EVERY},
+    "wan": {**WAN, "ch_mult": [1, 2, 3], "time_levels": [0, 1]},
+    "wan 2.2": WAN_2_2,
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -57,10 +60,16 @@ def depends_on(outputs: Tensor, inputs: Tensor) -> Tensor:
     return torch.stack([row.abs().sum(dim=(0, 1, 3, 4)) > 0 for row in rows])
 
 
+BODIES = [*(("plain", {"layers": layers}, per_code) for per_code, layers in COMPRESSING.items()), ("wan", {}, 4)]
+bodies = pytest.mark.parametrize(("variant", "changes", "per_code"), BODIES)
+
+
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("per_code", COMPRESSING)
-def test_code_j_depends_on_frame_j_s_and_on_none_after_it_and_no_frame_is_lost(per_code: int, training: bool) -> None:
-    model = tokenizer("plain", layers=COMPRESSING[per_code]).train(training)
+@bodies
+def test_code_j_depends_on_frame_j_s_and_on_none_after_it_and_no_frame_is_lost(
+    variant: str, changes: dict[str, Any], per_code: int, training: bool
+) -> None:
+    model = tokenizer(variant, **changes).train(training)
     videos = some_videos(1, 17).requires_grad_()
     seen = depends_on(latents(model, videos), videos)
     assert seen.shape == (1 + 16 // per_code, 17) and model.frames_per_code == per_code
@@ -70,9 +79,11 @@ def test_code_j_depends_on_frame_j_s_and_on_none_after_it_and_no_frame_is_lost(p
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("per_code", COMPRESSING)
-def test_a_frame_is_made_from_its_own_code_and_earlier_ones(per_code: int, training: bool) -> None:
-    model = tokenizer("plain", layers=COMPRESSING[per_code]).train(training)
+@bodies
+def test_a_frame_is_made_from_its_own_code_and_earlier_ones(
+    variant: str, changes: dict[str, Any], per_code: int, training: bool
+) -> None:
+    model = tokenizer(variant, **changes).train(training)
     quantized = some(1, model.quantizer.dim, 5, 4, 4).requires_grad_()
     seen = depends_on(frames_of(model, quantized), quantized)
     assert seen.shape == (1 + 4 * per_code, 5)
@@ -150,10 +161,12 @@ def test_latents_of_lfq_alone_are_clamped_softly() -> None:
     assert torch.equal(*others)
 
 
-@pytest.mark.parametrize("variant", ["plain", "haar", "first", "window"])
-@pytest.mark.parametrize("layers", [
-    "residual,compress_space:6,residual", COMPRESSING[4], "attend_time,compress_space:6,gateloop_time",
-])  # fmt: skip
+IMAGE_LAYERS = ["residual,compress_space:6,residual", COMPRESSING[4], "attend_time,compress_space:6,gateloop_time"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "layers"), [*itertools.product(["plain", "haar", "first", "window"], IMAGE_LAYERS), ("wan", "")]
+)
 def test_a_model_inflated_from_images_codes_every_frame_like_an_image(
     variant: str, layers: str, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ QUANTIZERS = {
     "bsq": "binary spherical",
     "ibq": "index backpropagation",
 }
-#: Short descriptions of the choices for models whose latents may also be continuous, by name.
+#: Short descriptions of the kinds of latents, by name.
 LATENT_KINDS = {**QUANTIZERS, "kl": "or no codes: continuous latents"}
 # Defaults of flags for a quantizer, those of its authors' code, where they differ from the flags' own defaults.
 _QUANTIZER_DEFAULTS: dict[str, dict[str, float]] = {
@@ -41,6 +41,9 @@ _QUANTIZER_DEFAULTS: dict[str, dict[str, float]] = {
 # High enough to keep the entries of a trained codebook: at 0.8, one that no vector chooses in 21 updates is replaced.
 _VQ_DECAY_WITH_INIT_FROM = 0.99
 _ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # the quantizers with an entropy loss
+WAN = "wan"
+_IS_WAN, _HAS_LAYERS = when("body", WAN), when("body", "layers")
+_WAN_DIM = 96  # of Wan 2.1; 2.2 has 160, and 256 in the decoder
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -79,12 +82,13 @@ class DiscreteVAEConfig(ModelConfig):
 
 @dataclass
 class QuantizerConfig(ModelConfig):
-    """Configuration of the quantizer of a VQGAN or a video tokenizer. Options of other kinds have no effect."""
+    """Configuration of the quantizer of a VQGAN or a video tokenizer, or of what stands in its place if latents are
+    continuous. Options of other kinds have no effect."""
 
     quantizer: str = flag(
         "lfq",
-        f"kind of quantizer: {', '.join(QUANTIZERS.values())}",
-        choices=tuple(QUANTIZERS),
+        f"kind of quantizer: {', '.join(LATENT_KINDS.values())}",
+        choices=tuple(LATENT_KINDS),
         title="quantizer",
         architecture=True,
     )
@@ -190,13 +194,6 @@ class RecomputingConfig(ModelConfig):
 class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VQGAN`."""
 
-    quantizer: str = flag(
-        "lfq",
-        f"kind of quantizer: {', '.join(LATENT_KINDS.values())}",
-        choices=tuple(LATENT_KINDS),
-        title="quantizer",
-        architecture=True,
-    )
     image_size: int = flag(
         256, "side of the images; a multiple of 2^num_layers", pixels, fixed_on_resume=True, title="images"
     )
@@ -269,12 +266,48 @@ class VideoDiscriminatorConfig(ModelConfig):
 
 
 @dataclass
-class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
+class WanConfig(ModelConfig):
+    """The layers around the quantizer of a video tokenizer."""
+
+    body: str = flag(
+        "layers",
+        "layers of encoder and decoder: layers: those of --layers; wan: those of the video autoencoders of Wan 2.1 "
+        "and 2.2",
+        choices=("layers", WAN),
+        title="model",
+        architecture=True,
+    )
+    ch_mult: tuple[int, ...] = flag(
+        (1, 2, 4, 4),
+        "channels of each level as multiples of --init_dim, finest first; every level but the last halves the side",
+        sizes,
+        architecture=True,
+        requires=_IS_WAN,
+    )
+    time_levels: tuple[int, ...] = flag(
+        (1, 2), "levels, 0 the finest, that also halve the frames", sizes, architecture=True, requires=_IS_WAN
+    )
+    num_resnet_blocks: int = flag(
+        2, "residual blocks of each level; the decoder has one more", size, architecture=True, requires=_IS_WAN
+    )
+    decoder_dim: int | None = flag(
+        None, "--init_dim of the decoder (default: the same)", width, architecture=True, requires=_IS_WAN
+    )
+    residual_resampling: bool = flag(
+        False,
+        "paths without weights around the layers of each level, as in Wan 2.2",
+        architecture=True,
+        requires=_IS_WAN,
+    )
+
+
+@dataclass
+class VideoTokenizerConfig(WanConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VideoTokenizer`."""
 
     image_size: int = flag(
         128,
-        "side of the frames; a multiple of patch_size x 2^(compress_space layers)",
+        "side of the frames; a multiple of the pixels of a code: patch_size x 2^halvings",
         pixels,
         fixed_on_resume=True,
         title="images",
@@ -287,23 +320,32 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
         metavar="NAME[:N],...",
         title="model",
         architecture=True,
+        requires=_HAS_LAYERS,
     )
-    init_dim: int = flag(64, "channels before the first layer", width, architecture=True)
-    max_dim: int | None = flag(None, "most channels of a layer (default: no limit)", width, architecture=True)
-    input_kernel: int = flag(7, "side of the first convolution's kernel", size, architecture=True)
-    output_kernel: int = flag(3, "side of the last convolution's kernel", size, architecture=True)
-    residual_kernel: int = flag(3, "side of the residual layers' kernels", size, architecture=True)
+    init_dim: int = flag(
+        64, f"channels before the first layer; default of --body wan: {_WAN_DIM}", width, architecture=True
+    )
+    max_dim: int | None = flag(
+        None, "most channels of a layer (default: no limit)", width, architecture=True, requires=_HAS_LAYERS
+    )
+    input_kernel: int = flag(7, "side of the first convolution's kernel", size, architecture=True, requires=_HAS_LAYERS)
+    output_kernel: int = flag(3, "side of the last convolution's kernel", size, architecture=True, requires=_HAS_LAYERS)
+    residual_kernel: int = flag(
+        3, "side of the residual layers' kernels", size, architecture=True, requires=_HAS_LAYERS
+    )
     pad_mode: str = flag(
         "constant",
         "padding in space of the first and the last convolution",
         choices=("constant", "replicate", "reflect"),
         architecture=True,
+        requires=_HAS_LAYERS,
     )
     norm: str = flag(
         "none",
         "rms: RMSNorm over the channels of each position before the convolutions of residual layers",
         choices=("none", "rms"),
         architecture=True,
+        requires=_HAS_LAYERS,
     )
     patch_size: int = flag(
         1, "cut frames into patches of this side first; a power of two", size, metavar="PIXELS", architecture=True
@@ -315,14 +357,16 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
         architecture=True,
         requires=Requirement("patch_size", "above 1", lambda args: args.patch_size > 1),
     )
-    separate_first_frame: bool = flag(False, "give the first frame convolutions of its own", architecture=True)
+    separate_first_frame: bool = flag(
+        False, "give the first frame convolutions of its own", architecture=True, requires=_HAS_LAYERS
+    )
     time_window: int = flag(
         16,
         "attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning",
         size_or_0,
         metavar="FRAMES",
         fixed_on_resume=True,
-        requires=Requirement("layers", "with attend_time", lambda args: "attend_time" in args.layers),
+        requires=(_HAS_LAYERS, Requirement("layers", "with attend_time", lambda args: "attend_time" in args.layers)),
     )
     soft_clamp: float = flag(
         10.0,
@@ -333,3 +377,8 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     )
     codebook_size: int = 1024
     diversity_gamma: float = 2.5
+
+    @classmethod
+    def validate(cls, args: argparse.Namespace, parser: Any) -> None:
+        if args.body == WAN and "init_dim" not in args.explicit:
+            args.init_dim = _WAN_DIM

@@ -83,7 +83,7 @@ class LatentConfig(ModelConfig):
     scaling_factor: float | None = flag(
         None,
         "a diffusion model gets (latent - shift_factor) x scaling_factor (kl; default: 1 / the standard deviation of "
-        "the latents, measured over the training images)",
+        "the latents, measured over the training data)",
         positive_float,
         fixed_on_resume=True,
         requires=when("quantizer", KL),
@@ -138,7 +138,7 @@ class LatentLossFlags:
     # Latent diffusion has 1e-6 beside an absolute error of images in [-1, 1], which is twice that of [0, 1].
     kl_loss_weight: float = flag(
         5e-7,
-        "weight of the KL to the standard normal in nats, summed over an image as the reconstruction error is (kl)",
+        "weight of the KL to the standard normal in nats, summed over a picture as the reconstruction error is (kl)",
         non_negative_float,
         requires=when("quantizer", KL),
     )

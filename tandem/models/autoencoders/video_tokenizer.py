@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tandem.config.models.autoencoders import VideoTokenizerConfig
-from tandem.models.layers.convolutional import Autoencoder, check_codes, check_range, mix_noise
+from tandem.config.models.autoencoders import WAN, VideoTokenizerConfig
+from tandem.config.models.taming import check_scale
+from tandem.models.layers.convolutional import check_codes, check_range, mix_noise
 from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.layers.video.blocks import (
     check_frames,
@@ -24,9 +25,13 @@ from tandem.models.layers.video.blocks import (
     pixels_per_code,
 )
 from tandem.models.layers.video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
+from tandem.models.layers.video.patches import from_patches, to_patches
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.base import straight_through
 from tandem.transforms import Transform
+
+from .base import Autoencoder
+from .wan import Resampling, WanDecoder, WanEncoder
 
 
 class VideoTokenizerOutput(NamedTuple):
@@ -35,25 +40,26 @@ class VideoTokenizerOutput(NamedTuple):
     reconstruction: Tensor
     """fp32 (b, c, f, h, w), about [0, 1] and not clamped."""
     codes: Tensor
-    """int64 (b, f', h', w') in [0, num_codes)."""
+    """int64 (b, f', h', w') in [0, num_codes); empty if latents are continuous."""
     losses: dict[str, Tensor]
     """Losses of the quantizer by name, 0-d and unweighted."""
     features: Tensor
     """(b, init_dim, f, h / patch_size, w / patch_size): input of the decoder's last convolution, detached; for
     `VideoTokenizer.last_layer_gradient`."""
     latents: Tensor
-    """fp32 (b, d, f', h', w'), f' = 1 for images, with a gradient: the encoder's output before quantization; not what
-    the decoder gets."""
+    """fp32 (b, d, f', h', w'), f' = 1 for images, with a gradient: the continuous latents that the decoder gets, before
+    noise; of a model with codes, the encoder's output before quantization."""
     transformed: Tensor | None = None
     """What the decoder makes of transformed latents, fp32 (b, c, f, h', w'); None without a `transform`."""
 
 
 class VideoTokenizer(Autoencoder):
-    """Videos (b, c, f, h, w) to codes (b, f', h', w') and back; an image is a video of one frame.
+    """Videos (b, c, f, h, w) to codes (b, f', h', w'), or to continuous latents (b, d, f', h', w'), and back; an image
+    is a video of one frame.
 
-    A code depends on no later frame: with S_t = `frames_per_code` and S_s = `pixels_per_code`, f = 1 + S_t n frames
-    become f' = 1 + n frames of codes, the first from the first frame alone, and h' = h / S_s, w' = w / S_s. Any n and
-    any height and width that S_s divides are taken.
+    A code, or latent, depends on no later frame: with S_t = `frames_per_code` and S_s = `pixels_per_code`, 1 + S_t n
+    frames become f' = 1 + n frames of codes, the first from the first frame alone, and h' = h / S_s, w' = w / S_s. Any
+    n and any height and width that S_s divides are taken.
 
     In train mode a clip is computed at once. In eval mode every method computes it in the same chunks: the first frame,
     then S_t frames (or one frame of codes) at a time. Hence the bits of codes and frames are the same for a stream, for
@@ -73,35 +79,28 @@ class VideoTokenizer(Autoencoder):
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__(config)
         check_options(config)
-        self.frames_per_code = frames_per_code(config.layers)
-        self.pixels_per_code = pixels_per_code(config.layers, config.patch_size)
+        check_scale(config)
+        self.frames_per_code, self.pixels_per_code = frames_per_code(config), pixels_per_code(config)
         check_side("image_size", config.image_size, self.pixels_per_code)
         self.image_size = config.image_size
         self.soft_clamp = config.soft_clamp if config.quantizer == "lfq" else 0.0
-
         self.quantizer = make_quantizer(config)
-        encoder, decoder, dim = make_layers(config, self.quantizer.dim)
-        patch_dim, conv_options = self.channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
-        conv_in = OuterConv(patch_dim, config.init_dim, config.input_kernel, *conv_options)
-        conv_out = OuterConv(config.init_dim, patch_dim, config.output_kernel, *conv_options)
-        layers_in, layers_out = (Stack(layers, config.gradient_checkpointing) for layers in (encoder, decoder))
-        norm_out = RMSNorm(config.init_dim) if config.norm == "rms" else None
-        patches = (config.patch_size, config.patch)
-        self.encoder = _VideoEncoder(conv_in, layers_in, dim, self.quantizer.dim, patches)
-        self.decoder = _VideoDecoder(self.quantizer.dim, dim, layers_out, norm_out, conv_out, patches)
+        make_body = _make_wan if config.body == WAN else _make_layers
+        self.encoder, self.decoder = make_body(config, self.channels, self.quantizer)
         for name, module in self.named_modules():
             if hasattr(module, "cache_key"):
                 module.cache_key = name
 
     def forward(
-        self, videos: Tensor, *, latent_noise: Tensor | None = None, noise_levels: Tensor | None = None,
-        transform: Transform | None = None, change_latent_gradient: Callable[[Tensor], Tensor] | None = None,
-        accumulate_stats: bool = False,
+        self, videos: Tensor, noise: Tensor | None = None, *, latent_noise: Tensor | None = None,
+        noise_levels: Tensor | None = None, transform: Transform | None = None,
+        change_latent_gradient: Callable[[Tensor], Tensor] | None = None, accumulate_stats: bool = False,
     ) -> VideoTokenizerOutput | None:  # fmt: skip
-        """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
+        """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
         Args:
-            latent_noise, noise_levels, transform, change_latent_gradient: As for `VQGAN.forward`.
+            noise, latent_noise, noise_levels, transform, change_latent_gradient: As for `VQGAN.forward`; shapes with
+                f', which is 1 for images.
             accumulate_stats: Only add the videos to the quantizer's statistics over several micro-batches
                 (``quantizer.accumulate_stats``), and return None.
 
@@ -113,86 +112,96 @@ class VideoTokenizer(Autoencoder):
         if accumulate_stats:
             self.quantizer.accumulate_stats(z)
             return None
-        if change_latent_gradient is not None and z.requires_grad:
-            z.register_hook(change_latent_gradient)
-        quantized, codes, losses = self.quantizer(z)
+        quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
+        latents = z if self.num_codes else quantized
+        if change_latent_gradient is not None and latents.requires_grad:
+            latents.register_hook(change_latent_gradient)
         # In eval mode, choose the codes chunk by chunk, as `encode` does: their bits may depend on how many vectors are
         # compared at once.
-        if len(chunks) > 1:
+        if len(chunks) > 1 and self.num_codes:
             codes = torch.cat([self.quantizer.codes(chunk) for chunk in chunks], dim=1)
             quantized = straight_through(self.quantizer.decode_codes(codes).detach(), quantized)
         transformed = None
         if transform is not None:
-            latents = self.quantizer.requantize(transform(z))
-            transformed, _ = self._decode(latents)
+            transformed, _ = self._decode(self.quantizer.requantize(transform(latents)))
             transformed = transformed.squeeze(2) if videos.dim() == 4 else transformed
         reconstruction, features = self._decode(mix_noise(quantized, latent_noise, noise_levels))
         if videos.dim() == 4:
-            reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)
-        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach(), z.float(), transformed)
+            reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1) if self.num_codes else codes
+        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach(), latents.float(), transformed)
 
     @torch.no_grad()
     def encode(self, videos: Tensor) -> Tensor:
-        """Videos (b, c, f, h, w) in [0, 1] -> codes, int64 (b, f', h', w'); images (b, c, h, w) -> (b, h', w').
+        """Videos (b, c, f, h, w) in [0, 1] -> codes, int64 (b, f', h', w'), or the means of continuous latents, fp32
+        (b, d, f', h', w'), neither shifted nor scaled. Images (b, c, h, w) -> the same without f'.
 
         Raises:
             ValueError: as forward; or videos far from [0, 1].
         """
-        check_videos(videos, self.channels, self.pixels_per_code)
-        check_range(videos)
-        codes = torch.cat([self.quantizer.codes(z) for z in self._latents(videos)], dim=1)
-        return codes.squeeze(1) if videos.dim() == 4 else codes
+        return self._encode(videos, self.quantizer.codes)
+
+    @torch.no_grad()
+    def posterior(self, videos: Tensor) -> Tensor:
+        """Videos or images as for `encode` -> the means of their continuous latents, then the standard deviations,
+        concatenated along the channels: fp32 (b, 2 d, f', h', w'). Raises what `encode` raises."""
+        return self._encode(videos, self._moments)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes -> fp32 videos (b, c, f, h, w), about [0, 1] and not clamped.
+        """Codes or latents -> fp32 videos (b, c, f, h, w), about [0, 1] and not clamped.
 
         Codes are (b, f', h', w'), or (b, f' x h' x w') of videos of the trained size, frame by frame and row by row; or
-        (b, h', w') of images, which become (b, c, h, w).
+        (b, h', w') of images, which become (b, c, h, w). Latents are (b, d, f', h', w'), or (b, d, h', w') of images.
 
         Raises:
-            ValueError: codes (b, n) that fill no frames, or beyond the codebook.
+            ValueError: codes (b, n) that fill no frames, or beyond the codebook; or latents of another shape.
         """
-        check_codes(codes, self.num_codes)
-        if codes.dim() == 2:
+        self._check_decodable(codes)
+        if self.num_codes and codes.dim() == 2:
             codes = self._as_grid(codes)
-        quantized = self.quantizer.decode_codes(codes.unsqueeze(1) if codes.dim() == 3 else codes)
-        videos, _ = self._decode(quantized)
-        return videos.squeeze(2) if codes.dim() == 3 else videos
+        is_image = codes.dim() == (3 if self.num_codes else 4)
+        videos, _ = self._decode(self.quantizer.decode_codes(codes.unsqueeze(-3) if is_image else codes))
+        return videos.squeeze(2) if is_image else videos
 
     @torch.no_grad()
     def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
         """The next frames of a stream, any number of them, (b, c, f, h, w) in [0, 1] -> the frames of codes that they
-        complete, int64 (b, f', h', w'), f' possibly 0. The call changes `state`, at first `StreamState()`, which
-        keeps the frames that complete no code yet.
+        complete, int64 (b, f', h', w'), or means of latents, fp32 (b, d, f', h', w'), f' possibly 0. The call changes
+        `state`, at first `StreamState()`, which keeps the frames that complete no code yet.
 
         In eval mode, all calls together give exactly the codes of the whole clip.
 
         Raises:
             ValueError: a height or width that does not fit, or not that of the stream; or frames far from [0, 1].
         """
-        check_videos(frames, self.channels, self.pixels_per_code)
-        check_range(frames)
-        codes = [self.quantizer.codes(z) for z in self._encode_chunks(frames, state)]
-        height, width = (side // self.pixels_per_code for side in frames.shape[-2:])
-        return torch.cat([frames.new_zeros(len(frames), 0, height, width, dtype=torch.int64), *codes], dim=1)
+        return self._encode_next(frames, state, self.quantizer.codes)
+
+    @torch.no_grad()
+    def posterior_next(self, frames: Tensor, state: StreamState) -> Tensor:
+        """The same as `encode_next` of a model with continuous latents, for what `posterior` returns."""
+        return self._encode_next(frames, state, self._moments)
 
     @torch.no_grad()
     def decode_next(self, codes: Tensor, state: StreamState) -> Tensor:
-        """The next codes of a stream, (b, f', h', w') -> their frames, fp32 (b, c, f, h, w). Changes the state.
+        """The next codes of a stream, (b, f', h', w'), or latents, (b, d, f', h', w') -> their frames, fp32
+        (b, c, f, h, w). Changes the state.
 
         In eval mode, all calls together give exactly the frames of the whole clip. Raises ValueError, in one line, for
-        codes beyond the codebook.
+        codes beyond the codebook, or latents of another shape.
         """
-        check_codes(codes, self.num_codes)
+        self._check_decodable(codes)
         frames = [video for video, _ in self._decode_chunks(self.quantizer.decode_codes(codes), state)]
         height, width = (side * self.pixels_per_code for side in codes.shape[-2:])
         empty = torch.zeros(len(codes), self.channels, 0, height, width, device=codes.device)
         return torch.cat([empty, *frames], dim=2)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(d, f', h', w') of the entries of the codes of videos of these lengths."""
+        """(d, f', h', w') of the latents, or of the entries of the codes, of videos of these lengths."""
         sides = (height // self.pixels_per_code, width // self.pixels_per_code)
         return (int(self.quantizer.dim), 1 + (frames - 1) // self.frames_per_code, *sides)
+
+    def values_per_latent(self, frames: int) -> float:
+        """How many values of a clip share a position of its latents."""
+        return self.channels * self.pixels_per_code**2 * frames / self.latent_shape(frames, 0, 0)[1]
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
         """Gradient of a loss with respect to the weights of the decoder's last convolution, without a backward pass
@@ -225,14 +234,35 @@ class VideoTokenizer(Autoencoder):
         for module in self.modules():
             if isinstance(module, CausalConv3d):
                 module.weight[:, :, :-1] = 0
-            elif isinstance(module, TimeUp):
+            elif isinstance(module, TimeUp | Resampling):
                 module.repeat_frames()
             elif isinstance(gain := getattr(module, "past_gain", None), nn.Parameter):
                 gain.zero_()
         for outer in (self.encoder.conv_in, self.decoder.conv_out):
-            if outer.first is not None:  # images trained `first` alone
+            if isinstance(outer, OuterConv) and outer.first is not None:  # images trained `first` alone
                 outer.conv.weight[:, :, -1:] = outer.first.weight
                 outer.conv.bias.copy_(outer.first.bias)  # type: ignore[union-attr, arg-type]
+
+    def _encode(self, videos: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `read` makes of the latents of videos or images, chunk by chunk; both have f' before h' and w'."""
+        check_videos(videos, self.channels, self.pixels_per_code)
+        check_range(videos)
+        results = torch.cat([read(z) for z in self._latents(videos)], dim=-3)
+        return results.squeeze(-3) if videos.dim() == 4 else results
+
+    def _encode_next(self, frames: Tensor, state: StreamState, read: Callable[[Tensor], Tensor]) -> Tensor:
+        check_videos(frames, self.channels, self.pixels_per_code)
+        check_range(frames)
+        sides = (side // self.pixels_per_code for side in frames.shape[-2:])
+        empty = read(frames.new_zeros(len(frames), self.quantizer.in_dim, 0, *sides))
+        return torch.cat([empty, *(read(z) for z in self._encode_chunks(frames, state))], dim=-3)
+
+    def _check_decodable(self, codes: Tensor) -> None:
+        """Raise ValueError, in one line, for codes beyond the codebook, or latents of another shape."""
+        if self.num_codes:
+            check_codes(codes, self.num_codes)
+        elif codes.dim() not in (4, 5) or codes.shape[1] != self.quantizer.dim:
+            raise ValueError(f"latents of shape {tuple(codes.shape)}: give (b, {self.quantizer.dim}, f', h', w')")
 
     def _latents(self, videos: Tensor) -> Iterable[Tensor]:
         """Latents (b, d, f', h', w') before quantization: one chunk in train mode, chunks of frames in eval mode."""
@@ -265,6 +295,26 @@ class VideoTokenizer(Autoencoder):
         if codes.shape[1] % side**2:
             raise ValueError(f"{codes.shape[1]} codes fill no frames of {side} x {side}; give (b, f', h', w') codes")
         return rearrange(codes, "b (f h w) -> b f h w", h=side, w=side)
+
+
+def _make_wan(config: VideoTokenizerConfig, channels: int, quantizer: Any) -> tuple[nn.Module, Any]:
+    """Encoder and decoder of body wan."""
+    return WanEncoder(config, channels, quantizer.in_dim), WanDecoder(config, channels, quantizer.dim)
+
+
+def _make_layers(config: VideoTokenizerConfig, channels: int, quantizer: Any) -> tuple[nn.Module, Any]:
+    """Encoder and decoder of body layers."""
+    encoder, decoder, dim = make_layers(config, quantizer.dim)
+    patch_dim, conv_options = channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
+    conv_in = OuterConv(patch_dim, config.init_dim, config.input_kernel, *conv_options)
+    conv_out = OuterConv(config.init_dim, patch_dim, config.output_kernel, *conv_options)
+    layers_in, layers_out = (Stack(layers, config.gradient_checkpointing) for layers in (encoder, decoder))
+    norm_out = RMSNorm(config.init_dim) if config.norm == "rms" else None
+    patches = (config.patch_size, config.patch)
+    return (
+        _VideoEncoder(conv_in, layers_in, dim, quantizer.in_dim, patches),
+        _VideoDecoder(quantizer.dim, dim, layers_out, norm_out, conv_out, patches),
+    )
 
 
 class OuterConv(nn.Module):
@@ -374,35 +424,3 @@ class _VideoDecoder(nn.Module):
     def last_layer_gradient(self, features: Tensor, frames_gradient: Tensor) -> Tensor:
         """A loss's gradient (n,) with respect to the weights of ``conv_out``, from whole clips; uses no weights."""
         return self.conv_out.weight_gradient(features, to_patches(frames_gradient.float() / 2, *self.patch))
-
-
-def to_patches(x: Tensor, size: int, kind: str) -> Tensor:
-    """(b, c, f, h, w) -> (b, c x size^2, f, h / size, w / size), orthonormal.
-
-    ``pixels`` moves the pixels of a patch to channels. ``haar`` is log2(size) levels of the 2 x 2 Haar transform of all
-    channels: pixels a b / c d become (a + b + c + d) / 2, (a - b + c - d) / 2, (a + b - c - d) / 2 and
-    (a - b - c + d) / 2, in blocks of channels in this order.
-    """
-    if kind == "pixels":
-        return rearrange(x, "b c f (h p) (w q) -> b (p q c) f h w", p=size, q=size)
-    while size > 1:
-        x, size = _haar(rearrange(x, "b c f (h p) (w q) -> (p q) b c f h w", p=2, q=2), dim=1), size // 2
-    return x
-
-
-def from_patches(x: Tensor, size: int, kind: str) -> Tensor:
-    """The inverse of `to_patches`; it is also the transpose."""
-    if kind == "pixels":
-        return rearrange(x, "b (p q c) f h w -> b c f (h p) (w q)", p=size, q=size)
-    while size > 1:
-        corners = _haar(rearrange(x, "b (k c) f h w -> k b c f h w", k=4), dim=0)
-        x, size = rearrange(corners, "(p q b) c f h w -> b c f (h p) (w q)", p=2, q=2), size // 2
-    return x
-
-
-def _haar(corners: Tensor, dim: int) -> Tensor:
-    """Four tensors (4, b, ...) -> their 2 x 2 Haar transform, which is its own inverse, concatenated along ``dim``."""
-    a, b, c, d = corners
-    top, top_slope, bottom, bottom_slope = a + b, a - b, c + d, c - d
-    parts = (top + bottom, top_slope + bottom_slope, top - bottom, top_slope - bottom_slope)
-    return torch.cat(parts, dim=dim) / 2

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from tandem.config.models.autoencoders import VQGANConfig, check_choices
-from tandem.config.models.taming import SCALE_IS_MEASURED, TAMING, check_scale, without_measured_scale
+from tandem.config.models.taming import TAMING, check_scale
 from tandem.models.layers.convolutional import (
-    Autoencoder,
     ResBlock,
     as_square,
     channels_last,
@@ -28,9 +27,9 @@ from tandem.models.layers.convolutional import (
 )
 from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.quantizers import make_quantizer
-from tandem.models.quantizers.gaussian import came_with_weights, compute_channel_statistics, compute_scale
 from tandem.transforms import Transform
 
+from .base import Autoencoder
 from .taming import count_halvings, make_body
 
 Self = TypeVar("Self", bound="VQGAN")
@@ -105,43 +104,6 @@ class VQGAN(Autoencoder):
             self._init_as_normalized()
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The fields of the configuration by name; a scale of continuous latents that was not given is measured."""
-        scale = self._measured_scale()
-        if scale is None:
-            return self._arguments
-        return {**self._arguments, "scaling_factor": scale[0], "shift_factor": scale[1]}
-
-    @property
-    def scaling_factor(self) -> float | None:
-        """A diffusion model gets (latent - `shift_factor`) x scaling_factor. As given or measured; None if it is not
-        known, or there are codes."""
-        return self.config["scaling_factor"]
-
-    @property
-    def shift_factor(self) -> float | None:
-        """See `scaling_factor`; 0 if only that is given, None without it."""
-        return None if self.scaling_factor is None else self.config["shift_factor"] or 0.0
-
-    @property
-    def latents_mean(self) -> list[float] | None:
-        """Mean of each channel of the latents that the decoder got in training, d numbers. (latent - latents_mean) /
-        `latents_std` has mean 0 and deviation 1 in each channel. None if it was not measured, or there are codes."""
-        statistics = self._channel_statistics()
-        return statistics and statistics[0]
-
-    @property
-    def latents_std(self) -> list[float] | None:
-        """Standard deviation of each channel; see `latents_mean`."""
-        statistics = self._channel_statistics()
-        return statistics and statistics[1]
-
-    @property
-    def has_given_channels(self) -> bool:
-        """Whether `latents_mean` and `latents_std` came with published weights, even if training goes on from them."""
-        return not self.num_codes and came_with_weights(self.quantizer.channel_stats)
-
-    @property
     def last_layer(self) -> nn.Conv2d:
         """The decoder's last convolution, 1 x 1, or 3 x 3 of taming's body."""
         layer = self.decoder[-1]
@@ -194,8 +156,7 @@ class VQGAN(Autoencoder):
         """Images as for `encode` -> the means of their continuous latents, then the standard deviations, concatenated
         along the channels: fp32 (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
         check_images(images, self.channels)
-        mean, log_variance = self.quantizer.gaussian(self._encode(images))
-        return torch.cat([mean, (0.5 * log_variance).exp()], dim=1)
+        return self._moments(self._encode(images))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (b, h', w'), or codes (b, n) of a square grid, row by row, or latents (b, d, h', w') -> images fp32
@@ -241,23 +202,11 @@ class VQGAN(Autoencoder):
     @classmethod
     def from_weights(cls: type[Self], source: Path, config: Mapping[str, Any], *arguments: Any, **options: Any) -> Self:
         # A folder without this argument holds a model whose input is not normalized.
-        config = {"normalize_input": False, **without_measured_scale(config)}
-        return super().from_weights(source, config, *arguments, **options)
+        return super().from_weights(source, {"normalize_input": False, **config}, *arguments, **options)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """(d, h', w') of the latents, or of the entries of the codes, of images of these sides."""
         return (int(self.quantizer.dim), height >> self.num_layers, width >> self.num_layers)
-
-    def saved_config(self) -> dict[str, Any]:
-        """`config`, with a mark if the scale was measured: a run that starts from the model goes on measuring."""
-        return {**self.config, SCALE_IS_MEASURED: True} if self._measured_scale() else self.config
-
-    def _measured_scale(self) -> tuple[float, float] | None:
-        is_needed = not (self.num_codes or self._arguments["scaling_factor"])
-        return compute_scale(self.quantizer.latent_stats) if is_needed else None
-
-    def _channel_statistics(self) -> tuple[list[float], list[float]] | None:
-        return None if self.num_codes else compute_channel_statistics(self.quantizer.channel_stats)
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):

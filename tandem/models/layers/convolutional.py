@@ -6,46 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tandem.models.base import Pretrained
-
 Conv = TypeVar("Conv", nn.Conv2d, nn.Conv3d)
-
-
-class Autoencoder(Pretrained):
-    """A model with an `encoder`, a `quantizer` and a `decoder`; the decoder can be trained alone."""
-
-    quantizer: Any
-    _is_encoder_frozen = False
-
-    @property
-    def num_codes(self) -> int:
-        """Number of codes; with FSQ it may differ a little from codebook_size. 0: latents are continuous."""
-        return int(self.quantizer.num_codes)
-
-    @property
-    def codebook_summary(self) -> str:
-        """A short description of the codebook, such as "fsq: 1000 codes, levels 8,5,5,5"."""
-        return f"{self.config['quantizer']}: {self.quantizer.summary()}"
-
-    def freeze_encoder(self) -> None:
-        """Freeze the encoder, and the quantizer with its codebook and its averages: only the weights of `decoder` are
-        trained."""
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.startswith("decoder."))
-        self._is_encoder_frozen = True
-        self.train(self.training)
-
-    def train(self, mode: bool = True) -> Autoencoder:
-        """As in `nn.Module`, but a frozen quantizer stays in eval mode."""
-        super().train(mode)
-        self.quantizer.train(mode and not self._is_encoder_frozen)
-        return self
 
 
 class ResBlock(nn.Module):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tandem.config.models.autoencoders import VideoTokenizerConfig, check_choices
+from tandem.config.models.autoencoders import WAN, VideoTokenizerConfig, check_choices
 from tandem.models.layers.convolutional import check_multiple
 
 from .attention import AdaptiveNorm, AttentionBlock, GateLoop, MemoryAttention, TaylorAttention
@@ -36,6 +36,7 @@ the decoder alone has, is a norm that is modulated by the quantized latents.
 _HEADS, _DIM_HEAD = 8, 32
 _LINEAR_HEADS, _LINEAR_DIM_HEAD = 16, 8  # of linear_attend_space
 _MAX_LAYERS, _MAX_HALVINGS = 1000, 40
+_MAX_LEVELS = 12  # of body wan
 
 
 class Layer(NamedTuple):
@@ -67,14 +68,19 @@ def parse_layers(text: str) -> list[Layer]:
     return layers
 
 
-def frames_per_code(layers: str) -> int:
+def frames_per_code(config: VideoTokenizerConfig) -> int:
     """S_t: 1 + S_t x n frames become 1 + n frames of codes."""
-    return int(2 ** sum(layer.name == "compress_time" for layer in parse_layers(layers)))
+    return 1 << (len(config.time_levels) if config.body == WAN else _count(config, "compress_time"))
 
 
-def pixels_per_code(layers: str, patch_size: int = 1) -> int:
+def pixels_per_code(config: VideoTokenizerConfig) -> int:
     """S_s: height and width in pixels that a code stands for."""
-    return int(patch_size * 2 ** sum(layer.name == "compress_space" for layer in parse_layers(layers)))
+    halvings = len(config.ch_mult) - 1 if config.body == WAN else _count(config, "compress_space")
+    return config.patch_size << halvings
+
+
+def _count(config: VideoTokenizerConfig, name: str) -> int:
+    return sum(layer.name == name for layer in parse_layers(config.layers))
 
 
 def check_frames(frames: int, per_code: int) -> None:
@@ -95,6 +101,8 @@ def check_side(name: str, pixels: int, per_code: int) -> None:
 def check_options(config: VideoTokenizerConfig) -> None:
     """Raise a ValueError of one line if an argument of `VideoTokenizer` is out of range by itself."""
     check_choices(config)
+    if config.body == WAN:
+        _check_wan(config)
     for name in ("input_kernel", "output_kernel", "residual_kernel"):
         if (kernel := getattr(config, name)) < 1 or kernel % 2 == 0:
             raise ValueError(f"{name} {kernel} must be odd, so that a convolution keeps the size of a frame")
@@ -111,6 +119,20 @@ def check_options(config: VideoTokenizerConfig) -> None:
     ):  # fmt: skip
         if value is not None and value < minimum:
             raise ValueError(f"{name} {value}: give a number of at least {minimum}")
+
+
+def _check_wan(config: VideoTokenizerConfig) -> None:
+    """Raise ValueError, in one line, if the numbers fit no such body."""
+    levels, time_levels = len(config.ch_mult), set(config.time_levels)
+    if not 2 <= levels <= _MAX_LEVELS or min(config.ch_mult) < 1:
+        raise ValueError(f"ch_mult {list(config.ch_mult)}: give 2 to {_MAX_LEVELS} numbers of at least 1")
+    if not time_levels <= set(range(levels - 1)) or len(time_levels) < len(config.time_levels):
+        raise ValueError(f"time_levels {list(config.time_levels)}: give some of 0 to {levels - 2}, each once")
+    if config.num_resnet_blocks < 1:
+        raise ValueError(f"num_resnet_blocks {config.num_resnet_blocks}: give at least 1")
+    for name, dim in (("init_dim", config.init_dim), ("decoder_dim", config.decoder_dim)):
+        if dim is not None and dim % 2:
+            raise ValueError(f"{name} {dim}: body wan halves the channels, so give an even number")
 
 
 def check_videos(videos: Tensor, channels: int, multiple: int) -> None:

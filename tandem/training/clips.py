@@ -1,0 +1,46 @@
+"""What is drawn at random about the clips of an update: their length, and the frames that are judged alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.devices import to_device
+
+from .noise import Noise
+
+
+class ClipDraws:
+    """Draws that are functions of the seed, the update and, for frames, the place of a clip in the batch. All processes
+    have one length, because those of FSDP and ZeRO 3 have to compute equally much.
+
+    Args:
+        lengths: Numbers of frames, each as likely as the others.
+    """
+
+    def __init__(self, seed: int, lengths: Sequence[int], device: torch.device) -> None:
+        self._frame_noise, self._length_noise = Noise(seed, "frame"), Noise(seed, "clip length")
+        self._lengths, self._device = lengths, device
+
+    def length(self, step: int) -> int:
+        """The frames of the clips of update `step`."""
+        if len(self._lengths) == 1:
+            return self._lengths[0]
+        return self._lengths[int(self._length_noise.uniform(step, [0], ()).item() * len(self._lengths))]
+
+    def cut(self, batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """A batch with the beginnings of its "videos" (b, c, f, h, w); images stay images."""
+        return {**batch, "videos": batch["videos"][:, :, : self.length(step)]}
+
+    def update_kind(self, kind: Callable[..., Any]) -> Callable[..., Any]:
+        """An `update_kind` of `training.updates` that tells lengths apart, too."""
+        return lambda step, batch=None: (kind(step, batch), self.length(step))
+
+    def frames(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+        """The number of a random frame of each clip (b,), for the losses that judge single frames."""
+        # On the CPU, so that every device draws the same.
+        fractions = self._frame_noise.uniform(step, micro_batch["positions"], ())
+        return {"frames": to_device((fractions * micro_batch["videos"].shape[2]).long(), self._device)}
