@@ -75,10 +75,10 @@ def build_parser() -> ArgumentParser:
     add = command(export, "export", "Write a model folder or a public package's file.",
                   out=("OUT", "folder or file to write"))
     add("--to", required=True,
-        choices=("model", "dalle", "muse", "dalle2", "musiclm", "diffusers", "taming", "llamagen"),
+        choices=("model", "dalle", "muse", "dalle2", "musiclm", "diffusers", "taming", "llamagen", "wan"),
         help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, a VQGanVAE of "
         "muse-maskgit-pytorch with its discriminator, a decoder of DALLE2-pytorch, a MuLaN of musiclm-pytorch, a "
-        "folder of diffusers, or a file of taming-transformers and latent diffusion or of LlamaGen")
+        "folder of diffusers, or a file of taming-transformers and latent diffusion, of LlamaGen or of Wan")
     add("--weights", **weights)
 
     add = command(translate, "config", "Turn a training configuration of DALLE2-pytorch into one for train_decoder.py, "
@@ -212,8 +212,9 @@ def export(args: argparse.Namespace) -> None:
         write_model(model, path, out)
     else:
         public = FORMATS[args.to]
-        if type(model).__name__ != public.model:
-            raise ValueError(f"--to {args.to} is for a {public.model}, and {path} holds a {type(model).__name__}")
+        if type(model).__name__ not in public.models:
+            classes = " or ".join(public.models)
+            raise ValueError(f"--to {args.to} is for a {classes}, and {path} holds a {type(model).__name__}")
         extras = {"discriminator": load_discriminator(path)} if public.read_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         note = public.save(model, out, **extras)

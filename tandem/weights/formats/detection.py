@@ -15,10 +15,11 @@ from tandem.io.reading import READ_ERRORS, one_line
 from tandem.io.weights import first_names, read_content, why_no_weights
 from tandem.models.base import CONFIG_FILE, build
 
+from . import wan
 from .dalle import read_dalle, save_dalle
 from .dalle2 import is_public_decoder, read_public_decoder, save_public_decoder
 from .description import describe_weights
-from .diffusers import DIFFUSERS, save_folder
+from .diffusers import read_folder, save_folder
 from .muse import PACKAGE as MUSE
 from .muse import read_public_discriminator, read_public_vqgan, save_public_vqgan
 from .musiclm import PACKAGE as MUSICLM
@@ -36,11 +37,12 @@ class PublicFormat(NamedTuple):
     functions raise ValueError, in one line, for files and models that do not fit."""
 
     package: str
-    model: str
-    """Name of the class of its models."""
+    models: tuple[str, ...]
+    """Names of the classes of its models."""
     is_format: Callable[[Path], bool]
     read: Callable[[Path, str], Contents]
-    """(path, "best", "ema" or "online") -> contents. Raises `READ_ERRORS` or RuntimeError."""
+    """(path, "best", "ema" or "online") -> contents, with the class as the argument "model" if there are several.
+    Raises `READ_ERRORS` or RuntimeError."""
     save: Callable[..., str | None]
     """(model, path), and a keyword `discriminator` if the format has one -> a note about the file for the user."""
     read_discriminator: Callable[[Path], Contents | None] | None = None
@@ -57,7 +59,7 @@ class PublicFormat(NamedTuple):
         """
         with _errors_with_path(path):
             arguments, state = self.read(path, weights)
-        return build({**arguments, "model": self.model}, state, path, is_lazy)
+        return build({"model": self.models[0], **arguments}, state, path, is_lazy)
 
     def load_discriminator(self, path: Path) -> Any:
         """The discriminator in a file, in eval mode; None if there is none."""
@@ -71,7 +73,8 @@ class PublicFormat(NamedTuple):
             arguments, state = self.read(path, "best")
             discriminator = self.read_discriminator(path) if self.read_discriminator else None
         kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
-        facts = {"kind": f"{self.package} {kind}", "model": self.model, "arguments": arguments}
+        model = arguments.pop("model", self.models[0])
+        facts = {"kind": f"{self.package} {kind}", "model": model, "arguments": arguments}
         facts |= describe_weights(state)
         if self.assumptions:
             facts["assumed"] = self.assumptions(arguments)
@@ -92,30 +95,34 @@ def _errors_with_path(path: Path) -> Iterator[None]:
         raise ValueError(error_text if str(path) in error_text else f"{path}: {error_text}") from None
 
 
-def _vqgan_format(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
+def _vqgan_format(layout: Layout, is_format: Callable[[Path], bool]) -> PublicFormat:
     """The format of a package whose files a `Layout` describes."""
     read = partial(read_autoencoder, layout)
-    return PublicFormat(layout.package, "VQGAN", is_format, read, save or partial(save_autoencoder, layout))
+    return PublicFormat(layout.package, ("VQGAN",), is_format, read, partial(save_autoencoder, layout))
 
 
 # The format of a file, or of a folder of diffusers, is the first one whose `is_format` is true.
 FORMATS = {
-    "diffusers": _vqgan_format(DIFFUSERS, Path.is_dir, save_folder),
-    "dalle2": PublicFormat("DALLE2-pytorch", "Decoder", is_public_decoder, read_public_decoder, save_public_decoder),
+    "diffusers": PublicFormat("diffusers", ("VQGAN", "VideoTokenizer"), Path.is_dir, read_folder, save_folder),
+    "dalle2": PublicFormat("DALLE2-pytorch", ("Decoder",), is_public_decoder, read_public_decoder, save_public_decoder),
     "muse": PublicFormat(
-        MUSE, "VQGAN", lambda path: has_weight_name(path, b"enc_dec."), read_public_vqgan, save_public_vqgan,
+        MUSE, ("VQGAN",), lambda path: has_weight_name(path, b"enc_dec."), read_public_vqgan, save_public_vqgan,
         read_public_discriminator,
     ),
     "musiclm": PublicFormat(
-        MUSICLM, "MuLaN", lambda path: has_weight_name(path, b"audio.dynamic_pos_bias_mlp."), read_public_mulan,
+        MUSICLM, ("MuLaN",), lambda path: has_weight_name(path, b"audio.dynamic_pos_bias_mlp."), read_public_mulan,
         save_public_mulan, assumptions=musiclm_assumptions,
+    ),
+    "wan": PublicFormat(
+        "Wan", ("VideoTokenizer",), lambda path: has_weight_name(path, b"encoder.middle.0.residual.0.gamma"),
+        wan.read_file, wan.save_file, assumptions=wan.assumptions,
     ),
     "llamagen": _vqgan_format(LLAMAGEN, lambda path: has_weight_name(path, b"encoder.conv_blocks."))._replace(
         assumptions=llamagen_assumptions
     ),
     "taming": _vqgan_format(TAMING_LAYOUT, lambda path: has_weight_name(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(
-        "DALLE-pytorch", "DiscreteVAE", lambda path: has_weight_name(path, b"hparams"), read_dalle, save_dalle
+        "DALLE-pytorch", ("DiscreteVAE",), lambda path: has_weight_name(path, b"hparams"), read_dalle, save_dalle
     ),
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Reads the folder of an AutoencoderKL or a VQModel of diffusers as a `VQGAN` with --body taming, and writes it."""
+"""Reads the folder of an AutoencoderKL or a VQModel of diffusers as a `VQGAN` with --body taming, or that of an
+AutoencoderKLWan as a `VideoTokenizer` with --body wan (wan.py), and writes it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from tandem.config.models.taming import KL, SCALE_IS_MEASURED, check_number
 from tandem.io.published import read_state_dict, refuse_weights_flag
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
 from tandem.io.weights import replacing_model_file
+from tandem.models.autoencoders.video_tokenizer import VideoTokenizer
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import read_weight_index
 
-from .taming import CHANNEL_STATISTICS, GROUPS, Layout, code_channels, public_state
+from . import wan
+from .taming import CHANNEL_STATISTICS, GROUPS, Layout, code_channels, public_state, read_autoencoder
 
 # Older names of the parts of an attention, as in the published autoencoders of Stable Diffusion.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -50,9 +53,24 @@ def diffusers_folder(path: Path) -> Path | None:
     return None
 
 
-def save_folder(model: VQGAN, folder: Path) -> str:
+def save_folder(model: VQGAN | VideoTokenizer, folder: Path) -> str:
     """Write weights and configuration for ``from_pretrained`` of diffusers; each file appears whole or not at all.
-    Returns a sentence about how to load it. Raises ValueError, in one line, if diffusers has no such model.
+    Returns a sentence about how to load it. Raises ValueError, in one line, if diffusers has no such model."""
+    if isinstance(model, VideoTokenizer):
+        state, config = wan.public_state(model), wan.public_config(model)
+        note = "" if model.latents_mean else "; its latents_mean and latents_std are unknown, and 0 and 1 are written"
+    else:
+        state, config, note = _public_image_model(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing_model_file(folder / _FILES[0]) as temporary:
+        save_file(state, temporary, metadata={"format": "pt"})
+    with replacing_model_file(folder / _CONFIG) as temporary:
+        temporary.write_text(json.dumps(config, indent=2) + "\n")
+    return f"load it by {config['_class_name']}.from_pretrained{note}"
+
+
+def _public_image_model(model: VQGAN) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """Weights and configuration of diffusers for a `VQGAN`, and a note about them. Raises what `save_folder` raises.
 
     Some pipelines give their generator (latent - shift_factor) x scaling_factor; others, if there are latents_mean and
     latents_std, (latent - latents_mean) x scaling_factor / latents_std. So that the second, too, has a deviation of 1,
@@ -88,23 +106,34 @@ def save_folder(model: VQGAN, folder: Path) -> str:
         if model.latents_std is not None and (is_measured or model.has_given_channels):
             std = [value * public_config["scaling_factor"] for value in model.latents_std]
             public_config |= {"latents_mean": model.latents_mean, "latents_std": std}
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing_model_file(folder / _FILES[0]) as temporary:
-        save_file(state, temporary, metadata={"format": "pt"})
-    with replacing_model_file(folder / _CONFIG) as temporary:
-        temporary.write_text(json.dumps(public_config, indent=2) + "\n")
     note = f"; its scaling_factor is unknown, and {_DEFAULT_SCALE}, that of Stable Diffusion 1, is written"
     is_known = bool(model.num_codes or config["scaling_factor"])
-    return f"load it by {public_config['_class_name']}.from_pretrained" + ("" if is_known else note)
+    return state, public_config, "" if is_known else note
 
 
-def _read_folder(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """See `Layout.read`."""
-    arguments = read_folder_config(folder)
+def read_folder(folder: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments, with the class as "model", and weights of the model in a folder. Raises what `read_autoencoder`
+    raises."""
+    config = read_json(check_inside(folder / _CONFIG, folder))
+    if config.get("_class_name") in wan.CLASSES:
+        arguments, statistics = wan.read_config(config)
+        arguments, state = wan.our_contents(_read_weights(folder, weights), arguments, statistics, "diffusers")
+        return {**arguments, "model": "VideoTokenizer"}, state
+    arguments, state = read_autoencoder(DIFFUSERS, folder, weights)
+    return {**arguments, "model": "VQGAN"}, state
+
+
+def _read_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     refuse_weights_flag(folder, weights)
     state: dict[str, Tensor] = {}
     for path, names in weight_files(folder).items():
         state |= read_state_dict(check_inside(path, folder), names or None)
+    return state
+
+
+def _read_image_model(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """See `Layout.read`."""
+    arguments, state = read_folder_config(folder), _read_weights(folder, weights)
     return {_OLD_NAME.sub(lambda match: _OLD_NAMES[match[0]], name): state[name] for name in state}, arguments
 
 
@@ -120,14 +149,15 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     """The arguments in an untrusted configuration that do not follow from the weights.
 
     Raises:
-        OSError, ValueError: one line, if there is no configuration, or no `VQGAN` equals its model.
+        OSError, ValueError: one line, if there is no configuration, or no model of ours equals its model.
     """
     config = read_json(check_inside(folder / _CONFIG, folder))
+    if config.get("_class_name") in wan.CLASSES:
+        return wan.read_config(config)[0]
     class_name, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
     if class_name not in _CLASSES.values():
-        raise ValueError(
-            f"it holds a {str(class_name)[:80]} of diffusers; only {' and '.join(_CLASSES.values())} can be read"
-        )
+        readable = ", ".join((*_CLASSES.values(), *wan.CLASSES))
+        raise ValueError(f"it holds a {str(class_name)[:80]} of diffusers; only {readable} can be read")
     for name, value in _CONSTANTS.items():
         if config.get(name, value) != value:
             raise ValueError(f"its {name} is {str(config[name])[:80]}; only {value} is supported")
@@ -167,7 +197,7 @@ def _channel_statistics(config: Mapping[str, Any], scaling: Any) -> tuple[list[f
 
 
 DIFFUSERS = Layout(
-    "diffusers", _read_folder, ("vq", KL), "{side}_blocks.{index}.{kind}", "mid_block.{kind}.{before}",
+    "diffusers", _read_image_model, ("vq", KL), "{side}_blocks.{index}.{kind}", "mid_block.{kind}.{before}",
     {"block": "resnets", "attn": "attentions", "downsample": "downsamplers.0", "upsample": "upsamplers.0",
      "nin_shortcut": "conv_shortcut", "norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v",
      "proj_out": "to_out.0", "norm_out": "conv_norm_out"},

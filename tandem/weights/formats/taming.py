@@ -184,7 +184,7 @@ def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
         for public, name in names.items()
     }
-    return arguments, our_state | _quantizer_state(arguments, our_state, statistics)
+    return arguments, our_state | quantizer_state(arguments, our_state, statistics)
 
 
 def _is_quantizer_state(name: str) -> bool:
@@ -192,7 +192,7 @@ def _is_quantizer_state(name: str) -> bool:
     return name.startswith("quantizer.") and not name.startswith("quantizer.codebook")
 
 
-def _quantizer_state(
+def quantizer_state(
     arguments: Mapping[str, Any], weights: Mapping[str, Tensor], statistics: Sequence[Sequence[float]] | None
 ) -> dict[str, Tensor]:
     """The state of our quantizer. Of continuous latents: statistics, as if latents of these means and deviations had
@@ -205,7 +205,7 @@ def _quantizer_state(
             mean, std = torch.tensor(statistics, dtype=torch.float64)
             if len(mean) != dim:
                 raise ValueError(f"its latents_mean has {len(mean)} numbers, and its latents have {dim} channels")
-            # The weight 1 says that they were given, see `VQGAN.has_given_channels`.
+            # The weight 1 says that they were given, see `Autoencoder.has_given_channels`.
             stats = torch.stack([torch.ones_like(mean), mean, std.square() + mean.square()])
         return {"quantizer.latent_stats": stats.mean(1).float(), "quantizer.channel_stats": stats.float()}
     if arguments["quantizer"] != "vq":

@@ -1,0 +1,277 @@
+"""Video autoencoders of Wan 2.1 and 2.2, and of Qwen-Image, as `VideoTokenizer` with --body wan, and back: the same
+weights by other names. diffusers has them in a folder with a configuration; Wan's own file, .pth, holds names and
+tensors alone, from which the arguments are inferred."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor
+
+from tandem.config.fields import check_whole
+from tandem.config.models.autoencoders import WAN
+from tandem.config.models.taming import KL, check_number
+from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
+from tandem.io.weights import on_cpu, save_pickled
+from tandem.models.autoencoders.video_tokenizer import VideoTokenizer
+from tandem.models.building import build_on_meta, check_arguments
+
+from .taming import quantizer_state
+
+CLASSES = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # of diffusers
+# Arguments of diffusers' classes: the name, its default there, and ours; see `read_config` for the others.
+_NUMBERS = (
+    ("base_dim", 96, "init_dim"), ("z_dim", 16, "latent_dim"), ("num_res_blocks", 2, "num_resnet_blocks"),
+)  # fmt: skip
+# Options of which `VideoTokenizer` has a single value. Wan's models have no other.
+_CONSTANTS: dict[str, Any] = {"attn_scales": [], "dropout": 0.0}
+_LATENTS_MEAN, _LATENTS_STD = "latents_mean", "latents_std"
+# Of the latents of Wan 2.1, which its file lacks: the defaults of AutoencoderKLWan in diffusers 0.42, the same as in
+# Wan's code (wan/modules/vae.py).
+_MEAN_2_1 = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632, -0.1922,
+    -0.9497, 0.2503, -0.2921,
+)  # fmt: skip
+_STD_2_1 = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253,
+    2.8251, 1.9160,
+)  # fmt: skip
+_SIDE = 256  # image_size of a model that is read: no file holds it, and it changes no weight
+_TIME_LEVELS = 2  # halvings of the frames that diffusers and Wan's code can stream
+# Names of the parts of a residual block in Wan's file.
+_BLOCK_PARTS = {
+    "norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6",
+    "conv_shortcut": "shortcut",
+}  # fmt: skip
+_OUTER_PARTS = {
+    "conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2", "mid_block.resnets.0": "middle.0",
+    "mid_block.attentions.0": "middle.1", "mid_block.resnets.1": "middle.2",
+}  # fmt: skip
+_LEVEL = re.compile(r"(?:down|up)_blocks\.(\d+)(?:\.(resnets|upsamplers|downsampler|upsampler)(?:\.(\d+))?)?")
+_FIRST_WEIGHT = "encoder.conv1.weight"
+_ENCODER_LAYER = re.compile(
+    r"encoder\.downsamples\.(\d{1,4})(\.downsamples\.(\d{1,4}))?\.(residual|resample|time_conv)\."
+)
+
+
+def read_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The arguments of a `VideoTokenizer`, and the means and standard deviations of the channels of its latents, from
+    an untrusted configuration of diffusers. Raises ValueError, in one line, if no `VideoTokenizer` equals its model."""
+    for name, value in _CONSTANTS.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"its {name} is {str(config[name])[:80]}; only {value} is supported")
+    flags = config.get("temperal_downsample", [False, True, True])  # spelled so
+    is_list = isinstance(flags, list) and all(type(flag) is bool for flag in flags)
+    if not is_list or flags.count(True) != _TIME_LEVELS:
+        raise ValueError(f"its temperal_downsample is {str(flags)[:80]}; only lists with two true are supported")
+    patch_size, multiples = config.get("patch_size") or 1, config.get("dim_mult", [1, 2, 4, 4])
+    if not isinstance(multiples, list) or len(multiples) != len(flags) + 1:
+        raise ValueError(f"its dim_mult is {str(multiples)[:80]}, with temperal_downsample {flags}")
+    numbers = {name: config.get(name, default) for name, default, _ in _NUMBERS}
+    numbers["decoder_base_dim"] = config.get("decoder_base_dim") or numbers["base_dim"]
+    for name, value in (*numbers.items(), ("patch_size", patch_size), *(("dim_mult", value) for value in multiples)):
+        check_whole(f"its {name}", value)
+    if type(is_residual := config.get("is_residual", False)) is not bool:
+        raise ValueError(f"its is_residual is {str(is_residual)[:80]}, neither true nor false")
+    arguments = {
+        **_fixed_arguments(patch_size), **{ours: numbers[name] for name, _, ours in _NUMBERS},
+        "decoder_dim": config.get("decoder_base_dim"), "ch_mult": multiples,
+        "time_levels": [level for level, flag in enumerate(flags) if flag], "residual_resampling": is_residual,
+    }  # fmt: skip
+    for name in ("in_channels", "out_channels", "input_channels"):  # the last is Qwen-Image's
+        if config.get(name, 3 * patch_size**2) != 3 * patch_size**2:
+            raise ValueError(f"its {name} is {str(config[name])[:80]}; only colour images are supported")
+    statistics = [config.get(_LATENTS_MEAN, [*_MEAN_2_1]), config.get(_LATENTS_STD, [*_STD_2_1])]
+    for name, values in zip((_LATENTS_MEAN, _LATENTS_STD), statistics, strict=True):
+        if not isinstance(values, list) or len(values) != numbers["z_dim"]:
+            raise ValueError(f"its {name} is no list of {numbers['z_dim']} numbers, its z_dim")
+        for value in values:
+            check_number(name, value)
+    return arguments, statistics
+
+
+def public_config(model: VideoTokenizer) -> dict[str, Any]:
+    """The configuration of diffusers for a model. Raises ValueError, in one line, if diffusers has no such model."""
+    config = model.config
+    time_levels, halvings = config["time_levels"], len(config["ch_mult"]) - 1
+    channels = model.channels * config["patch_size"] ** 2
+    known = model.latents_mean is not None
+    return {
+        "_class_name": CLASSES[0], **{name: config[ours] for name, _, ours in _NUMBERS}, **_CONSTANTS,
+        "decoder_base_dim": config["decoder_dim"], "dim_mult": config["ch_mult"],
+        "temperal_downsample": [level in time_levels for level in range(halvings)],
+        "is_residual": config["residual_resampling"], "in_channels": channels, "out_channels": channels,
+        "patch_size": None if config["patch_size"] == 1 else config["patch_size"],
+        "scale_factor_temporal": model.frames_per_code, "scale_factor_spatial": model.pixels_per_code,
+        _LATENTS_MEAN: model.latents_mean if known else [0.0] * config["latent_dim"],
+        _LATENTS_STD: model.latents_std if known else [1.0] * config["latent_dim"],
+    }  # fmt: skip
+
+
+def public_state(model: VideoTokenizer) -> dict[str, Tensor]:
+    """The state dict by the names of diffusers, on the CPU. Raises ValueError, in one line, if diffusers and Wan's code
+    have no such model."""
+    config = model.config
+    if config["body"] != WAN or config["quantizer"] != KL:
+        actual = f"--body {config['body']} and --quantizer {config['quantizer']}"
+        raise ValueError(f"an {CLASSES[0]} needs --body wan and --quantizer kl, and this model has {actual}")
+    if len(config["time_levels"]) != _TIME_LEVELS:
+        raise ValueError(f"an {CLASSES[0]} halves the frames twice; this model has time_levels {config['time_levels']}")
+    if config["patch_size"] > 1 and config["patch"] != "pixels":
+        raise ValueError(f"an {CLASSES[0]} has --patch pixels, and this model has --patch {config['patch']}")
+    weights = {name: weight for name, weight in on_cpu(model.state_dict()).items() if not _is_statistics(name)}
+    patches = _reorder_patches(weights, config["patch_size"], "(q r c)", "(c r q)")
+    return {_diffusers_name(name): weight.contiguous() for name, weight in patches.items()}
+
+
+def our_contents(
+    state: Mapping[str, Tensor], arguments: dict[str, Any], statistics: Sequence[Sequence[float]] | None, package: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and weights of the `VideoTokenizer` with these weights by the names of ``package``: "diffusers", or
+    "Wan", its own. Raises ValueError, in one line, if names are missing or superfluous."""
+    names = {public: name for name, public in _names(arguments, package).items()}
+    if unknown := next((name for name in state if name not in names), None):
+        raise ValueError(f"it holds {unknown[:80]}, which is no weight of such a model of {package}")
+    if missing := next((name for name in names if name not in state), None):
+        raise ValueError(f"it lacks {missing}, a weight of such a model of {package}")
+    weights = {name: state[public] for public, name in names.items()}
+    weights = _reorder_patches(weights, arguments["patch_size"], "(c r q)", "(q r c)")
+    return arguments, weights | quantizer_state(arguments, weights, statistics)
+
+
+def read_file(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments and weights of the `VideoTokenizer` in Wan's own file. Raises what `read_autoencoder` raises."""
+    refuse_weights_flag(path, weights)
+    state = read_state_dict(path, None, "model_state")
+    prefix = next((name.removesuffix(_FIRST_WEIGHT) for name in state if name.endswith(_FIRST_WEIGHT)), "")
+    state = {name.removeprefix(prefix): weight for name, weight in state.items()}
+    arguments = _infer_arguments(state)
+    return our_contents(state, arguments, (_MEAN_2_1, _STD_2_1) if _is_wan_2_1(arguments) else None, "Wan")
+
+
+def save_file(model: VideoTokenizer, path: Path) -> str:
+    """Write Wan's own file, which holds no arguments; it appears whole or not at all. Returns a note about them. Raises
+    ValueError, in one line, if Wan's code has no such model."""
+    state, config = public_state(model), model.config
+    originals = _names(config, "Wan")
+    save_pickled({originals[_our_name(name)]: weight for name, weight in state.items()}, path)
+    return (
+        f"load it into Wan's model of dim {config['init_dim']}, z_dim {config['latent_dim']}, dim_mult "
+        f"{config['ch_mult']}; the file holds no mean and deviation of latents, which --to diffusers writes"
+    )
+
+
+def assumptions(config: Mapping[str, Any]) -> str:
+    """A text about the values that Wan's file lacks."""
+    if _is_wan_2_1(config):
+        return "latents_mean and latents_std are those of Wan 2.1, because the model has its sizes"
+    return "latents_mean and latents_std are unknown; a folder of diffusers holds them"
+
+
+def _is_wan_2_1(config: Mapping[str, Any]) -> bool:
+    return (config["init_dim"], config["latent_dim"], config["residual_resampling"]) == (96, len(_MEAN_2_1), False)
+
+
+def _fixed_arguments(patch_size: Any) -> dict[str, Any]:
+    """The arguments that all of these models share."""
+    return {"body": WAN, "quantizer": KL, "image_size": _SIDE, "patch_size": patch_size, "patch": "pixels"}
+
+
+def _is_statistics(name: str) -> bool:
+    return name.startswith("quantizer.")
+
+
+def _diffusers_name(name: str) -> str:
+    return re.sub(r"^(encoder|decoder)\.(?=(post_)?quant_conv\.)", "", name)
+
+
+def _our_name(public: str) -> str:
+    prefix = {"quant_conv": "encoder.", "post_quant_conv": "decoder."}
+    return prefix.get(public.partition(".")[0], "") + public
+
+
+def _names(arguments: Mapping[str, Any], package: str) -> dict[str, str]:
+    """Our name -> the package's, of every weight of a model. Raises ValueError, in one line, if there is no such
+    model."""
+    arguments = dict(arguments)
+    check_arguments(arguments)
+    names = build_on_meta(lambda: VideoTokenizer.from_dict(arguments)).state_dict()
+    rename = _diffusers_name if package == "diffusers" else _original_name(arguments)
+    return {name: rename(name) for name in names if not _is_statistics(name)}
+
+
+def _original_name(arguments: Mapping[str, Any]) -> Any:
+    """The function from our names to those in Wan's file."""
+    count, is_nested = arguments["num_resnet_blocks"], arguments["residual_resampling"]
+
+    def level_name(match: re.Match[str]) -> str:
+        """Wan 2.1 counts the layers of all levels in a row; 2.2 counts those of each level."""
+        side = "downsamples" if match[0].startswith("down") else "upsamples"
+        level, part, number = int(match[1]), match[2], int(match[3] or 0)
+        if part is None:
+            return f"{side}.{level}"
+        blocks = count if side == "downsamples" else count + 1
+        layer = number if part == "resnets" else blocks
+        return f"{side}.{level}.{side}.{layer}" if is_nested else f"{side}.{level * (blocks + 1) + layer}"
+
+    def rename(name: str) -> str:
+        public = _diffusers_name(name)
+        if not public.startswith(("encoder.", "decoder.")):
+            return public.replace("post_quant_conv", "conv2").replace("quant_conv", "conv1")
+        side, _, rest = public.partition(".")
+        layer, _, suffix = rest.rpartition(".")
+        layer = _LEVEL.sub(level_name, layer)
+        for ours, theirs in _OUTER_PARTS.items():
+            layer = theirs + layer.removeprefix(ours) if f"{layer}.".startswith(f"{ours}.") else layer
+        block, dot, part = layer.rpartition(".")
+        return f"{side}.{block}{dot}{_BLOCK_PARTS.get(part, part) if dot else part}.{suffix}"
+
+    return rename
+
+
+def _reorder_patches(weights: Mapping[str, Tensor], patch_size: int, old: str, new: str) -> dict[str, Tensor]:
+    """The weights, with the channels of a patch, of column r, line q and colour c, in another order."""
+    weights = dict(weights)
+    sides = {"r": patch_size, "q": patch_size}
+    first = "encoder.conv_in.weight"
+    weights[first] = rearrange(weights[first], f"o {old} f h w -> o {new} f h w", **sides)
+    for name in ("decoder.conv_out.weight", "decoder.conv_out.bias"):
+        weights[name] = rearrange(weights[name], f"{old} ... -> {new} ...", **sides)
+    return weights
+
+
+def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Constructor arguments from names and shapes in Wan's file."""
+    dim, channels = shape_of(state, _FIRST_WEIGHT, 5)[:2]
+    patch_size = math.isqrt(channels // 3)
+    layers: dict[tuple[int, int], set[str]] = {}  # the numbers of an encoder's layer -> its parts
+    for name in state:
+        if match := _ENCODER_LAYER.match(name):
+            layers.setdefault((int(match[1]), int(match[3] or 0)), set()).add(match[4])
+    is_nested = any(match[2] for match in map(_ENCODER_LAYER.match, state) if match)
+    width, blocks = dim, 0
+    widths: list[int] = []
+    block_counts: list[int] = []
+    time_levels: list[int] = []
+    for (level, layer), parts in sorted(layers.items()):
+        if "residual" in parts:
+            path = f"{level}.downsamples.{layer}" if is_nested else f"{level}"
+            width, blocks = shape_of(state, f"encoder.downsamples.{path}.residual.6.weight", 5)[0], blocks + 1
+        else:  # the end of a level
+            time_levels += [len(widths)] if "time_conv" in parts else []
+            widths, block_counts, blocks = [*widths, width], [*block_counts, blocks], 0
+    widths.append(width)
+    if not block_counts or dim < 1 or any(width % dim for width in widths):
+        raise ValueError(f"its levels have {widths[:12]} channels, and those of such a body are multiples of {dim}")
+    decoder_dim = shape_of(state, "decoder.head.0.gamma", 4)[0] * dim // max(widths[0], 1)
+    return {
+        **_fixed_arguments(patch_size), "init_dim": dim, "decoder_dim": None if decoder_dim == dim else decoder_dim,
+        "ch_mult": [width // dim for width in widths], "num_resnet_blocks": block_counts[0],
+        "time_levels": time_levels, "latent_dim": shape_of(state, "conv2.weight", 5)[0],
+        "residual_resampling": is_nested,
+    }  # fmt: skip
