@@ -1,5 +1,5 @@
 """Write the codes of images with a trained DiscreteVAE or VQGAN, or of videos and images with a trained VideoTokenizer;
-or the latents of images with a VQGAN without codes; or decode them to images or videos.
+or the latents of a VQGAN or VideoTokenizer without codes; or decode them to images or videos.
 
     python encode.py --model runs/vqgan --image_folder photos/ --output codes/
     torchrun --nproc_per_node 8 encode.py --model runs/tokenizer --video_folder clips/ --output codes/
@@ -7,13 +7,14 @@ or the latents of images with a VQGAN without codes; or decode them to images or
     horovodrun -np 8 python encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     python encode.py --model runs/vqgan --decode codes/ --output images/
     python encode.py --model runs/vae --image_folder photos/ --output latents/ --with_flip --normalize channels
+    python encode.py --model runs/video_vae --video_folder clips/ --output latents/ --latent moments
     python encode.py --model runs/tokenizer --decode codes/ --output videos/ --format mp4
 
 The files are the same, byte for byte, for every launcher and any number of processes, loader workers and threads. Run
-the same command again to continue after an interruption. The model encodes videos frame by frame, so that the memory
-does not depend on their length, except for the codes, which are kept until the shard is written, and for models with
-the layer attend_time, which keep all earlier frames unless they were trained with --time_window. In
-tandem/data/stores/, codes.py describes codes/, and latents.py describes latents/. Codes load in two lines:
+the same command again to continue after an interruption. The model encodes videos frame by frame, and what it gives
+goes to the disk at once, so that the memory does not depend on their length, except for models with the layer
+attend_time, which keep all earlier frames unless they were trained with --time_window. In tandem/data/stores/, codes.py
+describes codes/, and latents.py describes latents/. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
     video_codes = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
@@ -28,11 +29,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
-from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
+from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, pixels_or_0, positive_int, size
 from tandem.config.fields import flag, given, when, without
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import bad_sample_flag, kernel_settings
@@ -49,7 +51,6 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.stores.shards import Encode, ShardWriter
     from tandem.distributed import ProcessGroup
     from tandem.models import VideoTokenizer
-    from tandem.models.layers.video.causal import StreamState
 
 DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
@@ -114,6 +115,19 @@ class Config:
         "of a code (default: the square in the middle)",
         requires=_VIDEOS_ONLY,
     )
+    tile: int | None = flag(
+        None,
+        "compute frames of videos in square tiles of this side, mixed where they overlap: the memory is that of a "
+        "tile, and the result is not quite that of whole frames (default: whole frames)",
+        pixels,
+        requires=without("image_folder"),
+    )
+    tile_overlap: int | None = flag(
+        None,
+        "pixels that neighbouring tiles share (default: a quarter of --tile)",
+        pixels_or_0,
+        requires=given("tile", "PIXELS"),
+    )
     on_bad_sample: str = bad_sample_flag(_ENCODING_ONLY)
     report: bool = flag(False, "print how many codes are used, and their perplexity", requires=_ENCODING_ONLY)
 
@@ -125,18 +139,19 @@ class Config:
     )
     latent: str = flag(
         "mean",
-        "what is written of the Gaussian of an image: its mean, a sample, or its mean and standard deviation",
+        "what is written of the Gaussian of an image, or of a frame of latents: its mean, a sample, or its mean and "
+        "standard deviation",
         choices=("mean", "sample", "moments"),
-        requires=_IMAGES_ONLY,
+        requires=_ENCODING_ONLY,
     )
-    latent_dtype: str = flag("fp16", "dtype of the latents", choices=("fp16", "bf16", "fp32"), requires=_IMAGES_ONLY)
+    latent_dtype: str = flag("fp16", "dtype of the latents", choices=("fp16", "bf16", "fp32"), requires=_ENCODING_ONLY)
     normalize: str = flag(
         "none",
         "write latents as the encoder gives them, or (latent - shift_factor) * scaling_factor (scale; one number each "
         "for all channels), or (latent - latents_mean) / latents_std (channels; one for each channel), by the numbers "
         "in the model's config.json",
         choices=NORMALIZATIONS,
-        requires=_IMAGES_ONLY,
+        requires=_ENCODING_ONLY,
     )
     seed: int = flag(0, "seed of the samples", non_negative_int, requires=when("latent", "sample"))
 
@@ -175,7 +190,7 @@ def validate_kinds(args: argparse.Namespace, *kinds: str) -> None:
 def build_parser() -> ArgumentParser:
     return inference_parser(
         "encode.py",
-        "Write the codes or latents of images, or codes of videos, with a trained tokenizer, or decode them.",
+        "Write the codes or latents of images or videos with a trained tokenizer, or decode them.",
         "--model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR",
         Config, batch_size=32, unit="IMAGES",
         num_workers_help="per process: loader processes (encoding images), or threads that read videos or write "
@@ -195,6 +210,14 @@ def run_model(
     processes.heartbeat(activity)
     with distributed.autocast(precision, processes.device), without_range_checks():
         return method(to_device(values, processes.device), *state)
+
+
+def latent_settings(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that latents depend on, without those of `ImageCoder.open`."""
+    settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
+    if args.normalize == "channels":
+        settings |= {"latents_mean": model.latents_mean, "latents_std": model.latents_std}
+    return settings
 
 
 class ImageCoder:
@@ -221,9 +244,7 @@ class ImageCoder:
         self.stored: type[StoredCodes] = StoredCodes
         self.writer: Callable[..., ShardWriter] = ShardWriter
         if not model.num_codes:
-            self.settings |= {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
-            if args.normalize == "channels":
-                self.settings |= {"latents_mean": model.latents_mean, "latents_std": model.latents_std}
+            self.settings |= latent_settings(model, args)
             self.stored, self.writer = StoredLatents, functools.partial(LatentWriter, Noise(args.seed, "latents"))
 
     def _encode(self, images: Tensor) -> Tensor:
@@ -241,14 +262,18 @@ class ImageCoder:
             [run_model(processes, self._args.precision, "encoding", model.posterior, view) for view in views], 1
         )
 
-    def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
-        """For images of this side: the shape of a row, [h', w'] of codes or [views, 2 x channels, h', w'] of moments,
-        where a mirrored image is a second view; the samples; and the function that encodes the samples of each shard.
-        Raises ValueError, in one line, if the model does not take them."""
+    def open(self, side: int) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
+        """For samples of this side: no rows (0, ...), with the dtype and the shape of those that the writer gets; the
+        settings "grid" and "dtype", those of a row in a file; the samples; and the function that encodes the samples of
+        each shard. Raises ValueError, in one line, if the model does not take them.
+
+        The writer gets codes [h', w'], or moments [views, 2 x channels, h', w'], where a mirrored image is a second
+        view."""
         import torch
 
+        from tandem.data.stores.codes import code_dtype
         from tandem.data.stores.encoding import encode_batches
-        from tandem.data.stores.latents import open_labelled
+        from tandem.data.stores.latents import DTYPES, open_labelled
         from tandem.models.building import require_room
 
         model, args, batch_size = self._model, self._args, self._args.batch_size
@@ -264,7 +289,14 @@ class ImageCoder:
         load = functools.partial(load_image, images)
         options = {"batch_size": batch_size, "samples_per_request": batch_size, "num_workers": args.num_workers}
         options["waiting"] = self._processes.waiting_for_workers
-        return grid, images, lambda shards: encode_batches(load, images.describe, shards, self._encode, **options)
+        dtype = str(code_dtype(model.num_codes)) if model.num_codes else "float32"
+        empty, row_settings = torch.zeros(0, *grid, dtype=getattr(torch, dtype)), {"grid": grid, "dtype": dtype}
+        if not model.num_codes:
+            _, moment_channels, *sides = grid
+            channels = moment_channels if args.latent == "moments" else moment_channels // 2
+            row_settings = {"grid": [channels, *sides], "dtype": DTYPES[args.latent_dtype]}
+        compute = functools.partial(encode_batches, load, images.describe, encode=self._encode, **options)
+        return empty, row_settings, images, compute
 
     def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
         """Decode a shard, and write its files."""
@@ -289,47 +321,100 @@ class VideoCoder:
 
     def __init__(self, model: VideoTokenizer, args: argparse.Namespace, processes: ProcessGroup) -> None:
         from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes
-        from tandem.data.stores.shards import ShardWriter
+        from tandem.data.stores.films import FilmWriter
+        from tandem.data.stores.latents import FilmLatentWriter, StoredLatents
         from tandem.io.installed import missing_package
+        from tandem.training.noise import Noise
         from tandem.training.visuals.videos import can_write_mp4
 
         if args.format == "mp4" and not can_write_mp4():
             raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
         self._model, self._args, self._processes = model, args, processes
-        self.stored, self.writer, self._threads = StoredCodes, ShardWriter, max(1, args.num_workers)
+        self._threads = max(1, args.num_workers)
+        self.stored: type[StoredCodes] = StoredCodes
+        self.writer: Callable[..., ShardWriter] = FilmWriter
         self.ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
         self.frames_per_code = model.frames_per_code
         self._rates = {"fps": args.fps, "frame_stride": args.frame_stride}
         self.settings = {**self._rates, "frames_per_code": model.frames_per_code}
         if args.keep_aspect:
             self.settings["keep_aspect"] = True
+        if args.tile is not None:
+            self._check_tile()
+            self.settings |= {"tile": args.tile, "tile_overlap": args.tile_overlap}
+        if not model.num_codes:
+            self.settings |= latent_settings(model, args)
+            self.stored = StoredLatents
+            self.writer = functools.partial(FilmLatentWriter, Noise(args.seed, "latents of films"))
 
-    def _encode_next(self, state: StreamState, frames: Tensor) -> Tensor:
+    def _check_tile(self) -> None:
+        """Set the default of --tile_overlap. Raises ValueError, in one line, if tiles do not fit the model."""
+        from tandem.models.layers.video.blocks import check_side
+
+        args, pixels = self._args, self._model.pixels_per_code
+        check_side("--tile", args.tile, pixels)
+        if args.tile_overlap is None:
+            args.tile_overlap = args.tile // 4 // pixels * pixels
+        if args.tile_overlap % pixels or args.tile_overlap >= args.tile:
+            raise ValueError(
+                f"--tile_overlap {args.tile_overlap}: give a multiple of {pixels} below --tile {args.tile}"
+            )
+        if self._model.num_codes and not args.decode:
+            raise ValueError(
+                "--tile: neighbouring tiles of codes cannot be mixed; leave it out, or give it for --decode"
+            )
+
+    def _stream(self, step: Any, pixels_per_place: int, scale: Fraction) -> Callable[[Tensor], Tensor]:
+        """A new stream by a method of the model, whose input has a place for so many pixels and whose output has sides
+        of `scale` times its own; in tiles with --tile."""
+        from tandem.models.layers.video.causal import StreamState
+        from tandem.models.layers.video.tiles import TiledStream
+
+        tile, overlap = self._args.tile, self._args.tile_overlap
+        if tile is None:
+            return functools.partial(step, state=StreamState())
+        return TiledStream(step, tile // pixels_per_place, overlap // pixels_per_place, scale)
+
+    def _open_encoding(self) -> Callable[[Tensor], Tensor]:
+        model = self._model
+        step = model.encode_next if model.num_codes else model.posterior_next
+        return functools.partial(self._encode_next, self._stream(step, 1, Fraction(1, model.pixels_per_code)))
+
+    def _open_decoding(self) -> Callable[[Tensor], Tensor]:
+        pixels = self._model.pixels_per_code
+        return functools.partial(self._decode_next, self._stream(self._model.decode_next, pixels, Fraction(pixels)))
+
+    def _encode_next(self, stream: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
         from tandem.data.feed import to_unit_range
         from tandem.devices import to_device
 
         pixels = to_unit_range(to_device(frames, self._processes.device))[None]
-        return run_model(self._processes, self._args.precision, "encoding", self._model.encode_next, pixels, state)[0]
+        (encoded,) = run_model(self._processes, self._args.precision, "encoding", stream, pixels)
+        return encoded if self._model.num_codes else encoded.transpose(0, 1)
 
-    def _decode_next(self, state: StreamState, codes: Tensor) -> Tensor:
+    def _decode_next(self, stream: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
         from tandem.models.building import require_room
 
         model = self._model
-        height, width = (side * model.pixels_per_code for side in codes.shape[1:])
+        height, width = (side * model.pixels_per_code for side in codes.shape[-2:])
         frames = len(codes) * model.frames_per_code
         require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
-        videos = run_model(self._processes, self._args.precision, "decoding", model.decode_next, codes[None], state)
+        values = (codes if model.num_codes else codes.transpose(0, 1))[None]
+        videos = run_model(self._processes, self._args.precision, "decoding", stream, values)
         return videos[0].transpose(0, 1)
 
-    def open(self, side: int) -> tuple[list[int], SampleDataset, Encode]:
-        """See `ImageCoder.open`; the shape of a row is [] if videos keep their shape."""
+    def open(self, side: int) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
+        """See `ImageCoder.open`. A row, also for the writer, is [h', w'] of codes or [channels, h', w'] of latents; if
+        videos keep their shape, [] or [channels]."""
+        import torch
+
         from tandem.data.decoding.images import MAX_ASPECT_RATIO
         from tandem.data.sets import open_videos
         from tandem.data.stores.codes import code_dtype
         from tandem.data.stores.encoding import PIECE_FRAMES, encode_streams
+        from tandem.data.stores.latents import DTYPES
         from tandem.models.building import require_room
         from tandem.models.layers.video.blocks import check_side
-        from tandem.models.layers.video.causal import StreamState
 
         model, args = self._model, self._args
         check_side("--image_size", side, model.pixels_per_code)
@@ -343,11 +428,16 @@ class VideoCoder:
         def read_frames(index: int) -> Any:
             return clips.frames(videos.source.record(index), multiple)
 
-        options: dict[str, Any] = {"dtype": code_dtype(model.num_codes), "frames_per_code": model.frames_per_code}
+        options: dict[str, Any] = {"frames_per_code": model.frames_per_code}
         options |= {"num_threads": self._threads, "keep_aspect": args.keep_aspect}
-        options["open_stream"] = lambda: functools.partial(self._encode_next, StreamState())
-        grid = [] if args.keep_aspect else [side // model.pixels_per_code] * 2
-        return grid, videos, functools.partial(encode_streams, read_frames, videos.describe, **options)
+        options["open_stream"] = self._open_encoding
+        channels, _, *sides = model.latent_shape(1, side, side)
+        grid, dtype = [] if args.keep_aspect else sides, str(code_dtype(model.num_codes))
+        if not model.num_codes:
+            grid, dtype = [2 * channels if args.latent == "moments" else channels, *grid], DTYPES[args.latent_dtype]
+        empty = torch.zeros(0, *grid, dtype=getattr(torch, dtype))
+        compute = functools.partial(encode_streams, read_frames, videos.describe, **options)
+        return empty, {"grid": grid, "dtype": dtype}, videos, compute
 
     def _write_film(self, file: Any, frames: Any, fps: float, name: str) -> None:
         from tandem.data.decoding.videos import open_sound_track
@@ -362,10 +452,9 @@ class VideoCoder:
 
     def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
         from tandem.data.stores.codes import decode_videos
-        from tandem.models.layers.video.causal import StreamState
 
         options: Any = {"write": self._write_film, "num_threads": self._threads}
-        decode_videos(codes, shard, paths, lambda: functools.partial(self._decode_next, StreamState()), **options)
+        decode_videos(codes, shard, paths, self._open_decoding, **options)
 
 
 def open_coder(
@@ -379,6 +468,8 @@ def open_coder(
     if kind not in possible_kinds(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     validate_kinds(args, kind)
+    if kind == "images" and args.tile is not None:
+        raise ValueError(f"--tile is for videos, and {args.model} holds a {name}; leave it out")
     output, unused = ("codes", _LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
     if idle_flags := [name for name in unused if name in args.on_command_line]:
         raise ValueError(f"--{idle_flags[0]} has no effect: the model in {args.model} makes {output}; leave it out")
@@ -393,12 +484,10 @@ def open_coder(
 
 def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
-    import numpy as np
     import torch
 
     from tandem.data.sources.rows import time_ranges
-    from tandem.data.stores.codes import code_dtype
-    from tandem.data.stores.latents import DTYPES, channel_lines, labels_line
+    from tandem.data.stores.latents import channel_lines, labels_line
     from tandem.data.stores.output import OutputFolder, names_sha256
     from tandem.data.stores.shards import PARTIAL
     from tandem.training.metrics.averages import code_statistics
@@ -408,15 +497,7 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         model, coder, model_settings = open_coder(args, processes)
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         side, kind = args.image_size or model.image_size, coder.kind
-        grid, samples, compute = coder.open(side)
-        latent_settings = {}
-        empty = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32")
-        if not model.num_codes:
-            # `grid` is the shape that the encoder gives for an image, [views, 2 x channels, h', w']. `shape` is that of
-            # a latent in a file, which keeps the views apart, and has 2 x channels only with --latent moments.
-            _, moment_channels, *sides = grid
-            shape = [moment_channels if args.latent == "moments" else moment_channels // 2, *sides]
-            latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
+        empty, row_settings, samples, compute = coder.open(side)
         names = [samples.name(index) for index in range(len(samples))]
         parts = time_ranges(samples.source)  # of files, if a manifest states parts
     if samples.skipped:
@@ -433,9 +514,8 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         processes.say(text)
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **model_settings, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
-        **latent_settings, "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
-        f"{kind}_per_shard": per_shard,
+        "task": "encode", **model_settings, "num_codes": model.num_codes, **row_settings, "image_size": side,
+        kind: len(names), "names_sha256": names_sha256([*names, *parts]), f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)
     shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")

@@ -482,11 +482,11 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(feature_statistics.FeatureStatistics, network, dim, device)
     model_features = {name: features() for name in models if network}
-    latent_measures, side = {}, args.image_size
+    latent_measures, zeros = {}, torch.zeros(1, args.channels, args.image_size, args.image_size, device=device)
     for name, trained in models.items():
         if args.latents and not trained.model.num_codes:
             encode = encoder_of(trained.model, args, processes)
-            shape = trained.model.latent_shape(side, side)
+            shape = encode(zeros).shape[1:]
             latent_measures[name] = LatentMeasures(encode, shape, device, keep=network is not None)
     notes: list[dict[str, Any]] = []  # of this process's samples
 

@@ -16,7 +16,17 @@ import lpips
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, autoencoder, saved, video_tokenizer, vqgan, write_images, write_videos
+from filling import (
+    IMAGES,
+    SIZE,
+    autoencoder,
+    film_autoencoder,
+    saved,
+    video_tokenizer,
+    vqgan,
+    write_images,
+    write_videos,
+)
 from forks import fork
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save
@@ -64,6 +74,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
         saved(folder / name, vqgan(seed))
     saved(folder / "films", video_tokenizer())
     saved(folder / "kl", autoencoder())
+    saved(folder / "film_kl", film_autoencoder())
     write_images(folder / "photos")
     write_videos(folder / "clips")
     return folder
@@ -259,6 +270,20 @@ def test_a_video_tokenizer_is_measured_on_images(at: Path, tmp_path: Path) -> No
     images, model = torch.stack([prepared(at / "photos" / name) for name in IMAGES]), video_tokenizer()
     expected = psnr(images, model.decode(model.encode(images))).mean().item()
     assert values(report, at / "films")["psnr"] == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_video_model_without_codes_is_measured_on_images_and_videos(at: Path, tmp_path: Path) -> None:
+    model, images = film_autoencoder(), torch.stack([prepared(at / "photos" / name) for name in IMAGES])
+    flags = ("--model", at / "film_kl", at / "films")
+    report = report_of(*flags, "--image_folder", at / "photos", "--latents", output=tmp_path / "images")
+    latents, found = model.encode(images), values(report, at / "film_kl")
+    assert found["psnr"] == pytest.approx(psnr(images, model.decode(latents)).mean().item(), rel=1e-5)
+    assert found["channel_means"] == pytest.approx(latents.mean((0, 2, 3)).tolist(), rel=1e-4)
+    report = report_of(*flags, "--video_folder", at / "clips", "--num_frames", 3, output=tmp_path / "videos")
+    found = values(report, at / "film_kl")
+    assert {"psnr", "ssim", "dpsnr", "flicker"} < found.keys() and not {"codes_used", "perplexity"} & found.keys()
+    assert "codes_used" in values(report, at / "films")
 
 
 @torch.no_grad()

@@ -19,10 +19,10 @@ import torch
 import yaml
 from filling import (
     EMBED,
+    LATENT_SHAPES,
     LATENTS,
     SIZE,
     TOKENIZE,
-    TOKENIZE_SHAPES,
     TOKENIZE_VIDEOS,
     Script,
     broken_copy,
@@ -39,8 +39,8 @@ from tandem.data.stores.shards import shard_bytes
 from tests.scripts import files, lines
 from tests.training.disk import failing, left_by_kills
 
-CODERS = [TOKENIZE, LATENTS, TOKENIZE_VIDEOS, TOKENIZE_SHAPES]
-OF_VIDEOS = (TOKENIZE_VIDEOS, TOKENIZE_SHAPES)
+CODERS = [TOKENIZE, LATENTS, TOKENIZE_VIDEOS, LATENT_SHAPES]
+OF_VIDEOS, OF_LATENTS = (TOKENIZE_VIDEOS, LATENT_SHAPES), (LATENTS, LATENT_SHAPES)
 ALL = [*CODERS, EMBED]
 
 
@@ -193,7 +193,7 @@ def test_what_is_left_out_of_images_and_videos_is_said(script, model, source, tm
         kind = "videos" if script in OF_VIDEOS else "images"
         square = f"the square in the middle of each of the {kind} is encoded, at {SIZE} x {SIZE} pixels"
         shape = f"videos keep their shape: the shorter side becomes {SIZE} pixels, and both sides are cut"
-        assert (shape if script is TOKENIZE_SHAPES else square) in said
+        assert (shape if script is LATENT_SHAPES else square) in said
         assert ("(--keep_aspect keeps their shape)" in said) == (script is TOKENIZE_VIDEOS)
         assert ("; their sound is left out" in said) == (script in OF_VIDEOS)
 
@@ -206,9 +206,9 @@ OTHER_FLAGS = [
     (CODERS, "image_size", 20, "image_size was 16 and is now 20"),
     (OF_VIDEOS, "fps", 5, "fps was null and is now 5.0"),
     ([TOKENIZE, LATENTS], "format", "npy", "format was"),
-    ([LATENTS], "latent", "mean", 'latent was "sample" and is now "mean"'),
-    ([LATENTS], "latent_dtype", "bf16", 'dtype was "float16" and is now "bfloat16"'),
-    ([LATENTS], "seed", 1, "seed was 0 and is now 1"),
+    (OF_LATENTS, "latent", "mean", 'latent was "sample" and is now "mean"'),
+    (OF_LATENTS, "latent_dtype", "bf16", 'dtype was "float16" and is now "bfloat16"'),
+    (OF_LATENTS, "seed", 1, "seed was 0 and is now 1"),
     ([EMBED], "max_clips", 2, "max_clips was 6 and is now 2"),
 ]
 
@@ -310,7 +310,8 @@ def in_shapes(folder: Path, name: str) -> None:
 
 GROUPS = {
     "all": ALL, "coders": CODERS, "squares": CODERS[:3], "all videos": OF_VIDEOS, "images": [TOKENIZE],
-    "latents": [LATENTS], "videos": [TOKENIZE_VIDEOS], "shapes": [TOKENIZE_SHAPES], "sounds": [EMBED],
+    "latents": [LATENTS], "all latents": OF_LATENTS, "videos": [TOKENIZE_VIDEOS], "shapes": [LATENT_SHAPES],
+    "sounds": [EMBED],
 }  # fmt: skip
 DAMAGES = yaml.safe_load(Path(__file__).with_name("damages.yaml").read_text())
 

@@ -43,7 +43,11 @@ def vqgan(seed: int = 0, **options: Any) -> VQGAN:
 
 def autoencoder(seed: int = 0, **options: Any) -> VQGAN:
     """A VQGAN without codes, whose channels have had the means 0, 0.1, ... and the deviations 1, 1.5, ..."""
-    model = vqgan(seed, quantizer="kl", scaling_factor=0.5, shift_factor=0.25, **options)
+    return with_channels(vqgan(seed, quantizer="kl", scaling_factor=0.5, shift_factor=0.25, **options))
+
+
+def with_channels(model: Any) -> Any:
+    """The model, which has seen such channels."""
     numbers = torch.arange(model.quantizer.dim)
     mean, std = 0.1 * numbers, 1 + 0.5 * numbers
     model.quantizer.channel_stats.copy_(torch.stack([torch.ones_like(mean), mean, mean.square() + std.square()]))
@@ -64,6 +68,12 @@ def video_tokenizer(seed: int = 0, **options: Any) -> VideoTokenizer:
     layers = "residual,compress_space:8,compress_time:8"
     torch.manual_seed(seed)
     return VideoTokenizer.from_dict({"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
+
+
+def film_autoencoder(seed: int = 0, **options: Any) -> VideoTokenizer:
+    """`video_tokenizer` with 4 channels of latents, like those of `autoencoder`, in place of codes."""
+    model = video_tokenizer(seed, quantizer="kl", latent_dim=4, scaling_factor=0.5, shift_factor=0.25, **options)
+    return with_channels(model)
 
 
 def write_image(path: Path, seed: int, height: int = 20, width: int = 24) -> None:
@@ -131,7 +141,7 @@ class Script:
     more: tuple[str, ...] = ()  # further flags
 
     def __str__(self) -> str:
-        return f"{self.name}{self.source}-{self.shards}{'-shapes' if '--keep_aspect' in self.more else ''}"
+        return f"{self.name}{self.source}-{self.shards}"
 
     def flags(self, model: Path, source: Path | str, output: Path, *more: Any) -> list[str]:
         said = ["--model", model, self.source, source, "--output", output, f"--{self.per_shard}", 4]
@@ -159,7 +169,8 @@ class Script:
         for line in lines(folder / "index.jsonl"):
             rows, grid = shards[line["shard"]][line["row"] :], line.get("grid", [])
             rows = rows[: line.get("code_frames", 1) * math.prod(grid)]
-            found[line["path"]] = rows.reshape(-1, *grid) if grid else rows if "code_frames" in line else rows[0]
+            rows = rows.reshape(-1, *grid, *rows.shape[1:]) if grid else rows
+            found[line["path"]] = rows if "code_frames" in line else rows[0]
         return found
 
     def shard_rows(self, *left_out: int) -> list[int]:
@@ -187,8 +198,9 @@ TOKENIZE_VIDEOS = Script(
     lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
     batch_size=None, lengths=tuple(1 + frames // 2 for frames in VIDEOS.values()),
 )  # fmt: skip
-TOKENIZE_SHAPES = replace(
-    TOKENIZE_VIDEOS, write_inputs=write_shapes, more=("--keep_aspect",),
+LATENT_SHAPES = replace(
+    TOKENIZE_VIDEOS, shards="latents", model=film_autoencoder, write_inputs=write_shapes,
+    more=("--keep_aspect", "--latent", "sample", "--normalize", "channels"),
     lengths=tuple(4 * (4 + seed % 3) * (1 + frames // 2) for seed, frames in enumerate(VIDEOS.values())),
 )  # fmt: skip
 EMBED = Script(

@@ -64,9 +64,10 @@ TOKENIZE_VIDEOS = Job(
     lambda path, seed: filling.write_film(path, seed, 1 + 2 * (1 + seed % 7), 64, 70), N_SHARDS + 3,
     f"41 videos in {N_SHARDS} shards of codes",
 )  # fmt: skip
-TOKENIZE_SHAPES = replace(
-    TOKENIZE_VIDEOS, script=filling.TOKENIZE_SHAPES, write_item=lambda path, seed: filling.write_film(
-        path, seed, 1 + 2 * (1 + seed % 7), *((64, 70), (64, 90), (80, 64))[seed % 3])
+LATENT_SHAPES = replace(
+    TOKENIZE_VIDEOS, script=filling.LATENT_SHAPES, write_item=lambda path, seed: filling.write_film(
+        path, seed, 1 + 2 * (1 + seed % 7), *((64, 70), (64, 90), (80, 64))[seed % 3]),
+    said_once=f"41 videos in {N_SHARDS} shards of latents",
 )  # fmt: skip
 EMBED = Job(
     filling.EMBED, "wav",
@@ -129,9 +130,9 @@ def started(job: Job, command: list[str], output: Path, log: Path, shards: int) 
     ("launcher", "job"),
     [
         *((None, job) for job in JOBS),
-        pytest.param(None, TOKENIZE_SHAPES, marks=pytest.mark.long),
+        (None, LATENT_SHAPES),
         *((Launcher(name, 2), EMBED) for name in ("torchrun", "deepspeed", "horovodrun")),
-        pytest.param(Launcher("torchrun", 2), LATENTS, marks=pytest.mark.long),
+        *(pytest.param(Launcher("torchrun", 2), job, marks=pytest.mark.long) for job in (LATENTS, LATENT_SHAPES)),
     ],
     indirect=["job"],
     ids=str,
@@ -152,7 +153,7 @@ def test_two_processes_write_the_bytes_of_one(launcher, job, inputs, of_one_proc
 @pytest.mark.parametrize(
     "job",
     [
-        *(TOKENIZE, EMBED, TOKENIZE_SHAPES),
+        *(TOKENIZE, EMBED, LATENT_SHAPES),
         *(pytest.param(job, marks=pytest.mark.long) for job in (LATENTS, TOKENIZE_VIDEOS)),
     ],
     indirect=True,

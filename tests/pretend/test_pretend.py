@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filling import autoencoder, mulan, saved, video_tokenizer, vqgan
+from filling import autoencoder, film_autoencoder, mulan, saved, video_tokenizer, vqgan
 from forks import Forked
 from safetensors.torch import load_file
 
@@ -253,6 +253,7 @@ TOOLS: dict[str, tuple[str, Callable[[], Any], list[str], str]] = {
     "codes": ("encode", vqgan, IMAGES, "*.safetensors"),
     "latents": ("encode", autoencoder, [*IMAGES, "--with_flip", "--latent", "moments"], "*.safetensors"),
     "codes of films": ("encode", video_tokenizer, [*FILMS, "--keep_aspect"], "*.safetensors"),
+    "latents of films": ("encode", film_autoencoder, [*FILMS, "--latent", "sample"], "*.safetensors"),
     "images": ("encode", vqgan, [*CODES, "--batch_size", "2"], "*.png"),
     "films": ("encode", video_tokenizer, CODES, "*.png"),
     "embeddings": ("embed", mulan, ["--audio", "demo:tones:120", "--batch_size", "2"], "*.safetensors"),

@@ -50,7 +50,7 @@ from tandem.devices import on_host
 from tandem.io.reading import open_regular
 
 from .output import create_file
-from .shards import COUNT, GRID, LINES_FILE, Array, StoredArrays, explain_errors, row_count, stays_inside
+from .shards import COUNT, GRID, LINES_FILE, Column, StoredArrays, explain_errors, row_blocks, row_count, stays_inside
 
 CODES = "codes"
 _DTYPES = ("uint8", "uint16", "int32")
@@ -59,6 +59,9 @@ _CODE_FRAMES_AT_ONCE = 4  # of a video, that are decoded in one call
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 Decode = Callable[[Tensor], Tensor]
+# (first, end, sides) -> what the model decodes: the rows first to end, whose frames have these sides if they have one
+# of their own, else ().
+Read = Callable[[int, int, Sequence[int]], Tensor]
 # (file, frames (h, w, 3), frames per second, path of the encoded video) -> None: writes a video.
 Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float, str], None]
 
@@ -92,31 +95,48 @@ class StoredCodes(StoredArrays):
                 if type(count) is not int or count < 1:
                     raise ValueError(f"{line['path']!r} has {count!r} rows")
                 grid = line.get(GRID)
-                if not (_is_grid(grid) if self.index[GRID] == [] else grid is None):
+                if not (_is_grid(grid) if self.has_own_shapes else grid is None):
                     raise ValueError(f"{line['path']!r} has a grid of {str(grid)[:40]}")
                 self.by_shard[shard].append(line)
                 rows[shard] += row_count(line)
             if rows != [entry["rows"] for entry in shards]:
                 raise ValueError("its numbers of rows are not those of the index")
 
-    def rows(self, shard: int) -> Tensor:
-        """The codes of a shard for the model, int64 (n, h, w), or (n,) with --keep_aspect."""
-        return torch.from_numpy(self.load(shard).astype(np.int64))
+    @property
+    def has_own_shapes(self) -> bool:
+        """Whether each item has its own sides, and a row is of one position: videos with --keep_aspect."""
+        return len(self.index[GRID]) < 2
+
+    def open_shard(self, shard: int) -> Read:
+        """A function that reads from a shard, which is compared with the index first, what the model decodes: codes,
+        int64 (n, h, w)."""
+        rows = self.stored_rows(shard)
+
+        def read(first: int, end: int, sides: Sequence[int]) -> Tensor:
+            with self.explain_errors(shard):
+                return self._decodable(rows[first:end], sides)
+
+        return read
+
+    def stored_rows(self, shard: int) -> Column:
+        """The rows of a shard as the module describes them, compared with the index."""
+        return self.open_rows(shard, self.index[GRID], _DTYPES)
 
     def count_codes(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each code occurs in these shards, (num_codes,)."""
         counts = np.zeros(self.index["num_codes"], np.int64)
         for shard in shards:
-            counts += np.bincount(self.load(shard).ravel(), minlength=len(counts))
+            for block in row_blocks(self.stored_rows(shard)):
+                with self.explain_errors(shard):
+                    counts += np.bincount(self._decodable(block, ()).numpy().ravel(), minlength=len(counts))
         return counts
 
-    def load(self, shard: int) -> Array:
-        """The stored codes of a shard, of the shape of `rows`, checked against the checksum, the index and the size of
-        the codebook."""
-        with self.open_rows(shard, self.index["grid"], _DTYPES) as codes:
-            if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
-                raise ValueError(f"it holds codes outside [0, {self.index['num_codes']})")
-            return codes
+    def _decodable(self, rows: Tensor, sides: Sequence[int]) -> Tensor:
+        """See `Read`. Raises ValueError for codes beyond the codebook."""
+        codes = rows.to(torch.int64)
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
+            raise ValueError(f"it holds codes outside [0, {self.index['num_codes']})")
+        return codes.reshape(-1, *sides, *codes.shape[1:])
 
 
 def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> list[list[Path]]:
@@ -130,7 +150,7 @@ def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code
         if frames_per_code is not None:
             for line in lines:
                 _check_line(line, frames_per_code)
-        elif codes.index[GRID] == []:
+        elif codes.has_own_shapes:
             raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
         endings = [".png" if line.get("frames", 1) == 1 else ending for line in lines]
     names = iter(output_names([line["path"] for line in lines], endings))
@@ -159,14 +179,15 @@ def decode_images(
     `decode` maps rows of `codes` (batch_size, ...), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
     device. Raises ValueError, in one line, if the codes are damaged.
     """
-    rows = codes.rows(shard)
-    all_slices = (slice(first, first + batch_size) for first in range(0, len(rows), batch_size))
+    read = codes.open_shard(shard)
+    all_slices = (slice(first, min(first + batch_size, len(files))) for first in range(0, len(files), batch_size))
     batch_slices = [batch_slice for batch_slice in all_slices if not all(map(is_complete, files[batch_slice]))]
 
     def padded_batches() -> Iterator[Tensor]:
         for batch_slice in batch_slices:
+            rows = read(batch_slice.start, batch_slice.stop, ())
             batch = rows.new_zeros(batch_size, *rows.shape[1:])
-            batch[: len(rows) - batch_slice.start] = rows[batch_slice]
+            batch[: len(rows)] = rows
             yield batch
 
     paths = [path for batch_slice in batch_slices for path in files[batch_slice]]
@@ -184,16 +205,13 @@ def decode_videos(
 ) -> None:
     """Write the videos of a shard that are missing or incomplete, frame by frame.
 
-    `open_stream` begins a video: it returns a function from the next codes, int64 (n, h', w'), to their frames
-    (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError, in one line, if the
-    codes are damaged or a file cannot be written.
+    `open_stream` begins a video: it returns a function from the next codes, int64 (n, h', w'), or latents, fp32
+    (n, d, h', w'), to their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises
+    ValueError, in one line, if the codes are damaged or a file cannot be written.
     """
-    rows, first = codes.rows(shard), 0
+    read = codes.open_shard(shard)
     for line, path in zip(codes.by_shard[shard], files, strict=True):
-        end = first + row_count(line)
-        video_codes = rows[first:end].reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
-        first = end
-        frames = itertools.islice(pixels_of(video_codes.split(_CODE_FRAMES_AT_ONCE), open_stream()), line["frames"])
+        frames = itertools.islice(pixels_of(_read_video(read, line), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)
         elif path.suffix == FRAME_FOLDER:
@@ -201,6 +219,14 @@ def decode_videos(
         elif not path.exists():
             with create_file(path) as file:
                 write(file, (frame.numpy() for frame in frames), line["fps"], make_relative(line["path"]))
+
+
+def _read_video(read: Read, line: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What the model decodes of a video, some frames at a time."""
+    sides = line.get(GRID, ())
+    ends = [*range(0, line[COUNT], _CODE_FRAMES_AT_ONCE), line[COUNT]]
+    for first, end in itertools.pairwise(line["row"] + number * math.prod(sides) for number in ends):
+        yield read(first, end, sides)
 
 
 def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:

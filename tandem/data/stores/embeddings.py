@@ -82,7 +82,9 @@ class StoredEmbeddings(StoredArrays):
 
     def load(self, shard: int) -> Vectors:
         """Embeddings (n, d) of a shard, checked against its checksum and the index."""
-        with self.open_rows(shard, [self.index["dim"]], ["float32"]) as vectors:
+        rows = self.open_rows(shard, [self.index["dim"]], ["float32"])
+        with self.explain_errors(shard):
+            vectors: Vectors = rows[:].numpy()
             if not np.isfinite(vectors).all():
                 raise ValueError("not all of its numbers are finite")
             return vectors

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from tandem.data.sampling.workers import Loader
 from tandem.devices import on_host
 from tandem.io.reading import error_text
 
+from .films import StreamedShard
 from .shards import COUNT, GRID, PARTIAL, EncodedShard
 
 PIECE_FRAMES = 16  # frames of a video that are in memory at once
@@ -113,38 +113,30 @@ def encode_streams(
     shards: Sequence[range],
     open_stream: Callable[[], Callable[[Tensor], Tensor]],
     *,
-    dtype: np.dtype,
     frames_per_code: int,
     num_threads: int,
     keep_aspect: bool = False,
-) -> Iterator[EncodedShard]:
-    """Codes of the videos of each shard, in the order of the shards. The memory does not depend on the length of a
-    video.
+) -> Iterator[StreamedShard]:
+    """Codes or latents of the videos of each shard, in the order of the shards; the pieces of one have to be taken
+    before the next. The memory does not depend on the length of a video.
 
     Args:
         load_frames: index -> the frames of a video, uint8 (3, h, w), in order, each with the frames per second up to
             there (None: an image). Raises OSError, and ValueError, in one line, if they cannot be read.
         open_stream: Begins a video. Returns a function that is called, in the main thread, with the next frames, uint8
-            (3, f, h, w), and returns the codes (f', h', w') that they complete, on any device; other streams must not
-            affect them.
-        dtype: Of the stored codes.
+            (3, f, h, w), and returns the codes (f', h', w'), or moments (f', 2 d, h', w'), that they complete, on any
+            device; other streams must not affect them.
         frames_per_code: 1 + n * frames_per_code frames have 1 + n frames of codes. Other videos are padded by repeating
             the last frame.
         num_threads: The number of videos that are decoded at once, each by a thread, at most one piece ahead.
-        keep_aspect: Whether each video has its own (h', w'); then its index entry holds them as GRID, and rows are
-            single codes.
+        keep_aspect: Whether each video has its own (h', w'); then its index entry holds them as GRID.
     """
     for indices in shards:
-        parts, grids = defaultdict[int, list[Any]](list), dict[int, IndexEntry]()
         entries, bad = dict[int, IndexEntry](), list[BadSample]()
         pieces = _round_robin(lambda index: _split_frames(load_frames, index, frames_per_code), indices, num_threads)
-        for index, codes in on_host(_encode_pieces(pieces, describe, open_stream, entries, bad)):
-            parts[index].append((codes.ravel() if keep_aspect else codes).numpy().astype(dtype))
-            grids[index] = {GRID: [*codes.shape[1:]]} if keep_aspect else {}
-        encoded_indices = sorted(entries)
-        bad.sort(key=lambda sample: sample.index)
-        rows = [rows_part for index in encoded_indices for rows_part in parts[index]]
-        yield EncodedShard(rows, [{**entries[index], **grids[index]} for index in encoded_indices], bad)
+        yield StreamedShard(
+            on_host(_encode_pieces(pieces, describe, open_stream, entries, bad, keep_aspect)), entries, bad
+        )
 
 
 def _encode_pieces(
@@ -153,19 +145,22 @@ def _encode_pieces(
     open_stream: Callable[[], Callable[[Tensor], Tensor]],
     entries: dict[int, IndexEntry],
     bad: list[BadSample],
+    keep_aspect: bool,
 ) -> Iterator[tuple[int, Tensor]]:
     """The codes of each piece, with the index of its video. Adds the entry of each video to `entries`, by index, and
     the videos that cannot be read to `bad`."""
-    encoders = defaultdict[int, Any](open_stream)
+    encoders, grids = defaultdict[int, Any](open_stream), dict[int, list[int]]()
     for index, piece in pieces:
         if isinstance(piece, Tensor):
-            yield index, encoders[index](piece)
+            codes = encoders[index](piece)
+            grids[index] = [*codes.shape[-2:]]
+            yield index, codes
             continue
         encoders.pop(index, None)  # free the model's state of the video
         if isinstance(piece, Exception):
             bad.append(BadSample(index, describe(index), error_text(piece)))
         else:
-            entries[index] = piece
+            entries[index] = {**piece, GRID: grids[index]} if keep_aspect else piece
 
 
 def _split_frames(load_frames: LoadFrames, index: int, frames_per_code: int) -> Iterator[Tensor | IndexEntry]:

@@ -1,4 +1,4 @@
-"""Stored continuous latents of images, as trainers of diffusion transformers read them.
+"""Stored continuous latents: of images, as trainers of diffusion transformers read them, or of videos.
 
     latents/latents-00000.safetensors    "latents" (n, d, h, w), fp16, bf16 or fp32; "latents_flip", those of the images
                                          mirrored left to right; "labels" int64 (n,): LightningDiT's names
@@ -13,6 +13,18 @@ Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), mea
 the two numbers in its "config"; or "channels", (latent - latents_mean) / latents_std, with its two lists of d numbers.
 Its "dtype" is that of the latents, and its "grid" the shape of one of them. The metadata of each shard say "normalize",
 too; shards of earlier versions do not.
+
+Of videos a shard has "latents" alone: a video has no label. A row is one frame of latents, (d, h, w), and a line is
+that of codes of videos, see codes.py:
+
+    {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
+    of_video = latents[line["row"]:][:line["code_frames"]]
+
+Videos encoded with --keep_aspect have rows of a single position, (n, d), in the order of frames, lines and columns;
+then "grid" of index.json is [d], and each line has the (h, w) of its frames:
+
+    {"path": "b.mp4", "shard": 0, "row": 480, "code_frames": 5, "frames": 17, "fps": 25.0, "grid": [8, 14]}
+    of_video = latents[line["row"]:][:5 * 8 * 14].reshape(5, 8, 14, -1).permute(0, 3, 1, 2)
 """
 
 from __future__ import annotations
@@ -34,7 +46,8 @@ from tandem.data.sources.record import FieldSpec, FileRef, Record
 from tandem.data.sources.rows import Rows
 
 from .codes import StoredCodes
-from .shards import Array, ShardWriter, explain_errors, read_columns
+from .films import FilmWriter
+from .shards import Array, Column, ShardWriter, row_blocks
 
 if TYPE_CHECKING:
     from tandem.training.noise import Noise
@@ -124,16 +137,13 @@ class LatentWriter(ShardWriter):
         self._noise = noise
 
     def columns(self, rows: Tensor, entries: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
-        settings, (latents, deviations) = self.output.settings, rows.chunk(2, dim=2)
-        if settings["latent"] == "sample":
-            noise = [self._noise.normal(view, items, latents.shape[2:]) for view in range(latents.shape[1])]
-            latents = latents + deviations * torch.stack(noise, 1)
-        scale, shift = _read_normalization(settings)
-        latents, deviations = (latents - shift) * scale, deviations * scale
-        latents = torch.cat([latents, deviations], 2) if settings["latent"] == "moments" else latents
-        latents = latents.to(getattr(torch, settings["dtype"]))
-        if not latents.isfinite().all():
-            raise ValueError(f"latents are not finite in {settings['dtype']}: give --latent_dtype bf16 or fp32")
+        _, views, channels, *sides = rows.shape
+
+        def draw() -> Tensor:
+            shape = [channels // 2, *sides]
+            return torch.stack([self._noise.normal(view, items, shape) for view in range(views)], 1)
+
+        latents = _as_stored(rows, draw, self.output.settings)
         labels = torch.tensor([entry["label"] for entry in entries], dtype=torch.int64)
         return {**dict(zip((LATENTS, FLIPPED), latents.unbind(1), strict=False)), LABELS: labels}
 
@@ -148,41 +158,89 @@ class LatentWriter(ShardWriter):
                 yield f"labels/{file}", columns[LABELS][row, None].numpy()
 
 
+class FilmLatentWriter(FilmWriter):
+    """Shards of latents of films, from moments fp32 (f', 2 d, h', w'). A sample of the Gaussian depends only on the
+    noise, the index of the film and the number of the frame of latents, however the film was cut."""
+
+    def __init__(self, noise: Noise, *arguments: Any, npy: bool) -> None:
+        super().__init__(*arguments, npy=npy)
+        self._noise = noise
+
+    def rows(self, codes: Tensor, index: int, first: int) -> Tensor:
+        n, channels, *sides = codes.shape
+
+        def draw() -> Tensor:
+            return self._noise.normal(index, range(first, first + n), [channels // 2, *sides])
+
+        latents = _as_stored(codes, draw, self.output.settings)
+        return latents if len(self._empty.shape) > 2 else latents.movedim(1, -1).flatten(0, 2)
+
+    def extra_metadata(self) -> dict[str, Any]:
+        return {"normalize": self.output.settings["normalize"]}
+
+
 class StoredLatents(StoredCodes):
-    """A complete folder of latents. Raises what `StoredCodes` raises."""
+    """A complete folder of latents. Raises what `StoredCodes` raises. `open_shard` reads fp32 (n, d, h, w): the
+    latents, or the means of moments, not normalised."""
 
     name = LATENTS
-
-    def rows(self, shard: int) -> Tensor:
-        """The decoder's input, fp32 (n, d, h, w): the latents, or the means of moments, not normalised."""
-        with explain_errors(self.folder / self.index["shards"][shard]["file"]):
-            scale, shift = _read_normalization(self.index)
-            return self._read_latents(shard) / scale + shift
 
     def channel_statistics(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
         """For each shard and channel of the stored latents, or the means of moments: the count, the sum, the sum of
         squares, the minimum and the maximum."""
         statistics: dict[int, list[list[float]]] = {}
         for shard in shards:
-            with explain_errors(self.folder / self.index["shards"][shard]["file"]):
-                latents = self._read_latents(shard).double().transpose(0, 1).flatten(1)
-            statistics[shard] = [
-                [len(channel), *map(float, (channel.sum(), channel.square().sum(), channel.min(), channel.max()))]
-                for channel in latents
-                if len(channel)
-            ]
+            blocks = [_block_statistics(self._means(block)) for block in row_blocks(self.stored_rows(shard))]
+            statistics[shard] = [_add_statistics(channel) for channel in zip(*blocks, strict=True)]
         return statistics
 
-    def _read_latents(self, shard: int) -> Tensor:
-        """The stored latents, or the means of moments, in fp32."""
-        index, entry = self.index, self.index["shards"][shard]
-        grid = index["grid"]
-        if "latent_dtype" in index:  # in older folders the grid is (v, 2 d, h, w), the shape of moments
-            grid = [grid[1] if index["latent"] == "moments" else grid[1] // 2, *grid[2:]]
-        shape = (entry["rows"], *grid)
-        shapes = {LATENTS: shape, **({FLIPPED: shape} if index["with_flip"] else {}), LABELS: shape[:1]}
-        latents = read_columns(self.folder / entry["file"], shapes, _DTYPES, entry["sha256"])[LATENTS].float()
-        return latents.chunk(2, dim=1)[0] if index["latent"] == "moments" else latents
+    def stored_rows(self, shard: int) -> Column:
+        index, grid = self.index, self.index["grid"]
+        with self.explain_errors(shard):
+            if "latent_dtype" in index:  # in older folders the grid is (v, 2 d, h, w), the shape of moments
+                grid = [grid[1] if index["latent"] == "moments" else grid[1] // 2, *grid[2:]]
+            others = {FLIPPED: grid} if index["with_flip"] else {}
+            if "frames_per_code" not in index:  # videos have no labels
+                others[LABELS] = []
+        return self.open_rows(shard, grid, _DTYPES, **others)
+
+    def _means(self, rows: Tensor) -> Tensor:
+        """The stored latents, or the means of moments, of rows, in fp32."""
+        return (rows.chunk(2, dim=1)[0] if self.index["latent"] == "moments" else rows).float()
+
+    def _decodable(self, rows: Tensor, sides: Sequence[int]) -> Tensor:
+        latents = self._means(rows)
+        if sides:
+            latents = latents.reshape(-1, *sides, latents.shape[1]).movedim(-1, 1)
+        scale, shift = _read_normalization(self.index)
+        return latents / scale + shift
+
+
+def _as_stored(moments: Tensor, draw: Callable[[], Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """Moments fp32 (..., 2 d, h, w) -> the latents that are written, or moments. `draw` gives the noise of a sample."""
+    latents, deviations = moments.chunk(2, dim=-3)
+    if settings["latent"] == "sample":
+        latents = latents + deviations * draw()
+    scale, shift = _read_normalization(settings)
+    latents, deviations = (latents - shift) * scale, deviations * scale
+    latents = torch.cat([latents, deviations], -3) if settings["latent"] == "moments" else latents
+    latents = latents.to(getattr(torch, settings["dtype"]))
+    if not latents.isfinite().all():
+        raise ValueError(f"latents are not finite in {settings['dtype']}: give --latent_dtype bf16 or fp32")
+    return latents
+
+
+def _block_statistics(latents: Tensor) -> list[list[float]]:
+    """Count, sum, sum of squares, minimum and maximum of each channel of latents (n, d, ...), n > 0."""
+    channels = latents.double().transpose(0, 1).flatten(1)
+    values = (channels.sum(1), channels.square().sum(1), channels.amin(1), channels.amax(1))
+    return torch.stack([torch.full_like(values[0], channels.shape[1]), *values], 1).tolist()
+
+
+def _add_statistics(parts: Sequence[Sequence[float]]) -> list[float]:
+    """The statistics of a channel, from those of its parts."""
+    counts, sums, squares, lowest, highest = zip(*parts, strict=True)
+    return [*map(math.fsum, (counts, sums, squares)), min(lowest), max(highest)]
 
 
 def channel_lines(statistics: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
@@ -190,11 +248,10 @@ def channel_lines(statistics: Mapping[int, Sequence[Sequence[float]]]) -> Iterat
     text does not depend on the spread of shards over processes."""
     channels = zip(*(statistics[shard] for shard in sorted(statistics) if statistics[shard]), strict=True)
     for channel, channel_statistics in enumerate(channels):
-        counts, sums, squares, lowest, highest = zip(*channel_statistics, strict=True)
-        mean, square = (math.fsum(totals) / math.fsum(counts) for totals in (sums, squares))
-        deviation = math.sqrt(max(square - mean**2, 0.0))
-        extent = f"{min(lowest):.4g} to {max(highest):.4g}"
-        yield f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {extent}"
+        count, total, squares, lowest, highest = _add_statistics(channel_statistics)
+        mean = total / count
+        deviation = math.sqrt(max(squares / count - mean**2, 0.0))
+        yield f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {lowest:.4g} to {highest:.4g}"
 
 
 def _read_normalization(settings: Mapping[str, Any]) -> tuple[Any, Any]:

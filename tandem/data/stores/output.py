@@ -59,11 +59,11 @@ class OutputFolder:
                     reason = f"cannot write the folder {path}: {error_text(error)}"
                     raise ValueError(f"{reason}; give another --output") from None
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file of the folder, or of one inside it, whole or not at all, even if the process is killed. Raises
-        ValueError, in one line, if the file cannot be written."""
+    def write(self, name: str, content: bytes | Iterable[bytes]) -> None:
+        """Write a file of the folder, or of one inside it, whole or not at all, even if the process is killed. Its
+        content may come in blocks. Raises ValueError, in one line, if the file cannot be written."""
         with create_file(self.path / name, inside=self.path) as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
 
     def rounds(self, shards: Sequence[int], verb: str) -> Iterator[int | None]:
         """Spread shards over the processes: yields this process's shard of each round, or None if there is none for it,
@@ -128,12 +128,19 @@ def create_file(path: Path, *, inside: Path | None = None, is_synced: bool = Tru
     """Context with a file, perhaps in a new folder, that is written whole or not at all, even if the process is killed.
     An OSError becomes a ValueError, in one line. The folder `inside` has to exist: without its settings, a new one
     could not be continued."""
-    try:
+    with explain_write_errors(path):
         if inside is not None:
             inside.stat()
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing.replacing(path, is_synced=is_synced) as temporary, writing.create(temporary) as file:
             yield file
+
+
+@contextlib.contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError, as of a full disk, into a ValueError of one line that names what was to be written."""
+    try:
+        yield
     except OSError as error:
         hint = "repair that and start the same command, which goes on"
         raise ValueError(f"cannot write {path}: {error_text(error)}; {hint}") from None

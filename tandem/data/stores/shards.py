@@ -36,9 +36,14 @@ from .output import OutputFolder, json_bytes
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 COUNT = "code_frames"  # key of the number of rows of an item that has several
 PARTIAL = "partial"  # key of the reason why only a part of an item's file is read
-GRID = "grid"  # key of an item's own shape of rows: then a row is a single number
+GRID = "grid"  # key of an item's own sides: then a row is of a single position
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, SafetensorError)
-_MOST_NUMBERS = 1 << 29  # of a shard
+_MOST_NUMBERS = 1 << 29  # of a row
+_BLOCK_NUMBERS = 1 << 20  # of rows that are read at once
+# The names of dtypes in safetensors files.
+_FORMAT_DTYPES = {
+    "uint8": "U8", "uint16": "U16", "int32": "I32", "float16": "F16", "bfloat16": "BF16", "float32": "F32",
+}  # fmt: skip
 
 Array = npt.NDArray[Any]
 
@@ -57,8 +62,8 @@ class EncodedShard(NamedTuple):
     bad: list[BadSample]
 
 
-# The indices of the items of each shard -> the encoded shards
-Encode = Callable[[Sequence[range]], Iterator[EncodedShard]]
+# The indices of the items of each shard -> the encoded shards, each an `EncodedShard` or what the writer takes.
+Encode = Callable[[Sequence[range]], Iterator[Any]]
 
 
 class ShardWriter:
@@ -137,14 +142,19 @@ class ShardWriter:
 
     def _write(self, shard: int, encoded: EncodedShard) -> None:
         rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
-        entries, bad = encoded.entries, [[sample.index, sample.reason] for sample in encoded.bad]
+        entries, bad = encoded.entries, encoded.bad
         assert (len(entries) + len(bad), _count_rows(entries)) == (len(self._items[shard]), len(rows)), (shard, encoded)
-        columns = self.columns(rows, entries, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
+        columns = self.columns(rows, entries, sorted({*self._items[shard]} - {sample.index for sample in bad}))
         for name, array in self.arrays(shard, columns) if self._with_npy else ():
             content = io.BytesIO()  # .npy files come before the shard, whose existence means that all are complete
             np.save(content, array, allow_pickle=False)
             self.output.write(name, content.getvalue())
-        self.output.write(self._file_name(shard), shard_bytes(columns, notes=entries, bad=bad, **self.extra_metadata()))
+        self.output.write(self._file_name(shard), shard_bytes(columns, **self._metadata(entries, bad)))
+
+    def _metadata(self, entries: Sequence[Any], bad: Sequence[BadSample]) -> dict[str, Any]:
+        """The metadata of a file beside its checksum."""
+        reasons = [[sample.index, sample.reason] for sample in bad]
+        return {"notes": entries, "bad": reasons, **self.extra_metadata()}
 
     def _read_metadata(self, shard: int) -> Any:
         with safe_open(check_regular(self.output.path / self._file_name(shard)), "np") as file:
@@ -157,7 +167,7 @@ class ShardWriter:
         count, empty = _count_rows(metadata["notes"]), self.columns(self._empty, [], [])
         shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
         dtypes = [_dtype_name(column) for column in empty.values()]
-        read_columns(self.output.path / self._file_name(shard), shapes, dtypes, metadata["sha256"])
+        open_columns(self.output.path / self._file_name(shard), shapes, dtypes, metadata["sha256"])
         if len(metadata["notes"]) + len(metadata["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
         return [BadSample(index, self._names[index], reason) for index, reason in metadata["bad"]]
@@ -215,15 +225,16 @@ class StoredArrays:
                 if not stays_inside(entry["file"], parts=1):
                     raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
 
-    @contextlib.contextmanager
-    def open_rows(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
-        """Context with the rows of a shard, checked against the index; it explains errors of its body, too (see
-        `explain_errors`)."""
+    def open_rows(self, shard: int, shape: Sequence[int], dtypes: Sequence[str], **others: Sequence[int]) -> Column:
+        """The rows of a shard, checked against the index; `others`: the shapes of the rows of its other columns."""
         entry = self.index["shards"][shard]
-        path = self.folder / entry["file"]
-        with explain_errors(path):
-            shapes = {self._name: (entry["rows"], *shape)}
-            yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
+        with self.explain_errors(shard):
+            shapes = {name: (entry["rows"], *row_shape) for name, row_shape in {self._name: shape, **others}.items()}
+            return open_columns(self.folder / entry["file"], shapes, dtypes, entry["sha256"])[self._name]
+
+    def explain_errors(self, shard: int) -> contextlib.AbstractContextManager[None]:
+        """`explain_errors` for the file of a shard."""
+        return explain_errors(self.folder / self.index["shards"][shard]["file"])
 
     def lines(self) -> Iterator[Mapping[str, Any]]:
         """The lines of index.jsonl, one at a time. Their checksum is compared at the end."""
@@ -235,35 +246,96 @@ class StoredArrays:
             raise ValueError("its checksum is not that of the index")
 
 
+class Column:
+    """A column of a shard, slices [first:end] of which are tensors. Each slice maps the file anew: otherwise everything
+    that was read would count as memory of this process, as long as the system has room for it."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    @property
+    def shape(self) -> list[int]:
+        shape: list[int] = self._open().get_shape()
+        return shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        tensor: Tensor = self._open()[rows]
+        return tensor
+
+    def _open(self) -> Any:
+        with safe_open(self._path, "pt") as file:
+            return file.get_slice(self._name)
+
+
 def shard_bytes(columns: Mapping[str, Tensor], **metadata: Any) -> bytes:
     """The content of a shard. A single entry holds all metadata: several would have no fixed order."""
     text = json.dumps({"sha256": _hash_columns(columns), **metadata})
     return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
 
 
-def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Tensor]:
-    """The tensors of a shard, of these shapes, each of one of these types. Raises one of `_READ_ERRORS` if the shard is
-    damaged."""
-    columns = {}
-    with safe_open(check_regular(path), "pt") as file:
-        for name, shape in shapes.items():
-            if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
-                limit = f"and it can have {_MOST_NUMBERS} numbers at most"
-                raise ValueError(f"the index claims a shape of {tuple(shape)} for it, {limit}")
-            if (stored_shape := file.get_slice(name).get_shape()) != list(shape):  # compared before it is loaded
-                raise ValueError(f"it holds a shape of {tuple(stored_shape)}, not {tuple(shape)}")
-            columns[name] = file.get_tensor(name)
-            if (dtype := _dtype_name(columns[name])) not in dtypes:
-                raise ValueError(f"it holds {dtype}, not {' or '.join(dtypes)}")
-    if _hash_columns(columns) != sha256:
+def streamed_shard(
+    name: str, empty: Tensor, blocks: Callable[[], Iterable[bytes]], *, notes: Sequence[Any], **metadata: Any
+) -> Iterator[bytes]:
+    """What `shard_bytes` gives for a single column, block by block, by the specification of the format: the length of
+    the header, the header, the numbers. `blocks`, which is called twice, gives the numbers of the rows of the items
+    with the entries `notes`; a row is like one of `empty` (0, ...)."""
+    digest, n_bytes = hashlib.sha256(), 0
+    for block in blocks():
+        digest.update(block)
+        n_bytes += len(block)
+    dtype, shape = _FORMAT_DTYPES[_dtype_name(empty)], [_count_rows(notes), *empty.shape[1:]]
+    assert n_bytes == math.prod(shape) * empty.element_size(), (n_bytes, shape)
+    text = json.dumps({"sha256": digest.hexdigest(), "notes": notes, **metadata})
+    described = {
+        "__metadata__": {"about": text}, name: {"dtype": dtype, "shape": shape, "data_offsets": [0, n_bytes]}
+    }  # fmt: skip
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    yield from blocks()
+
+
+def open_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Column]:
+    """The columns of a shard, of these shapes, each of one of these types. They are read once, in blocks, to compare
+    the checksum, and are not kept. Raises one of `_READ_ERRORS` if the shard is damaged."""
+    columns = {name: Column(check_regular(path), name) for name in shapes}
+    for name, shape in shapes.items():
+        if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape[1:]) > _MOST_NUMBERS:
+            limit = f"and a row can have {_MOST_NUMBERS} numbers at most"
+            raise ValueError(f"the index claims a shape of {tuple(shape)} for it, {limit}")
+        if (stored_shape := columns[name].shape) != list(shape):  # compared before a row is read
+            raise ValueError(f"it holds a shape of {tuple(stored_shape)}, not {tuple(shape)}")
+        if (dtype := _dtype_name(columns[name][:0])) not in dtypes:
+            raise ValueError(f"it holds {dtype}, not {' or '.join(dtypes)}")
+    digest = hashlib.sha256()
+    for name in sorted(columns):
+        for block in row_blocks(columns[name]):
+            digest.update(numbers_of(block))
+    if digest.hexdigest() != sha256:
         raise ValueError("its checksum is not that of the index")
     return columns
 
 
+def row_blocks(column: Column) -> Iterator[Tensor]:
+    """The rows of a column in blocks (n, ...), in order, so that their number does not change the memory."""
+    n_rows, *row_shape = column.shape
+    n_at_once = max(1, _BLOCK_NUMBERS // max(1, math.prod(row_shape)))
+    for first in range(0, n_rows, n_at_once):
+        yield column[first : first + n_at_once]
+
+
+def numbers_of(rows: Tensor) -> memoryview:
+    """The bytes of the numbers of a tensor on the host, as a shard has them."""
+    content: memoryview = rows.contiguous().flatten().view(torch.uint8).numpy().data
+    return content
+
+
 def _hash_columns(columns: Mapping[str, Tensor]) -> str:
     """SHA-256 of the numbers of all columns, in the order of the columns' names."""
-    numbers = (columns[name].flatten().view(torch.uint8).numpy().data for name in sorted(columns))
-    return hashlib.sha256(b"".join(numbers)).hexdigest()
+    digest = hashlib.sha256()
+    for name in sorted(columns):
+        digest.update(numbers_of(columns[name]))
+    return digest.hexdigest()
 
 
 def _dtype_name(column: Tensor) -> str:
