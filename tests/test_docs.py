@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from filling import SIZE as SIDE
-from filling import autoencoder, mulan, video_tokenizer, vqgan
+from filling import autoencoder, film_autoencoder, mulan, video_tokenizer, vqgan
 
 import embed
 import encode
 from scripts import tested
 from tandem.data.tokenizers import open_tokenizer
-from tandem.models import VQGAN, Decoder, DiscreteVAE
+from tandem.models import VQGAN, Decoder, DiscreteVAE, VideoTokenizer
 from tests.models.test_decoder import SMALL
 from tests.scripts import SCRIPTS, words
 
@@ -162,13 +162,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = {
         "vae-demo": DiscreteVAE.from_dict({"image_size": SIDE, "num_layers": 1, "num_tokens": 8, "hidden_dim": 4}),
         "vqgan-demo": vqgan(), "tokenizer-demo": video_tokenizer(), "mulan-demo": mulan(), "latents": autoencoder(),
-        "decoder": Decoder.from_dict(SMALL),
+        "decoder": Decoder.from_dict(SMALL), "video_vae": film_autoencoder(),
     }  # fmt: skip
     for name, model in models.items():
         model.save_pretrained(folder / "runs" / name / "model")
-    for name, model in {"codes": "vqgan-demo", "latents": "latents"}.items():
-        encode.main(["--model", str(folder / "runs" / model / "model"), "--image_folder", "demo:shapes:4",
-                     "--output", str(folder / name), "--num_workers", "0"])  # fmt: skip
+    images, films = ["--image_folder", "demo:shapes:4"], ["--video_folder", "demo:moving:2"]
+    for name, model, data in (
+        ("codes", "vqgan-demo", images), ("latents", "latents", images), ("runs/video_vae/latents", "video_vae", films),
+    ):  # fmt: skip
+        encode.main(["--model", str(folder / "runs" / model / "model"), *data, "--output", str(folder / name),
+                     "--num_workers", "0"])  # fmt: skip
     embed.main(["--model", str(folder / "runs" / "mulan-demo" / "model"), "--audio", "demo:tones:4",
                 "--output", str(folder / "index"), "--num_workers", "0"])  # fmt: skip
     return folder
@@ -201,8 +204,10 @@ def said_with(config: Path, folder: Path) -> list[str]:
     """Flags beside a config file: one that trains a decoder alone starts from a model, of whose shape it is."""
     said = ["--config", str(config)]
     if "train: decoder" in config.read_text():
-        shape = {"body": "taming", "dim": 4, "norm_groups": 2, "quantizer": "kl"}
-        VQGAN.from_dict(shape).save_pretrained(folder)
+        is_of_videos = config.parent.name == "tokenizer"
+        sizes = {"body": "wan", "init_dim": 4} if is_of_videos else {"body": "taming", "dim": 4, "norm_groups": 2}
+        shape = {**sizes, "quantizer": "kl"}
+        (VideoTokenizer if is_of_videos else VQGAN).from_dict(shape).save_pretrained(folder)
         said += words({**shape, "init_from": folder})
     return said
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import tandem.models.features.lpips
 from tandem.models import VQGAN as VQGAN_MODEL
-from tandem.models import Discriminator
+from tandem.models import Discriminator, VideoTokenizer
 from tandem.models.features.lpips import PerceptualLoss
 from tandem.training.losses import gan
 from tandem.training.losses.adversarial import ADVERSARIAL_LOSSES, LeCam, adaptive_weight
@@ -212,6 +212,29 @@ def test_the_losses_of_vqgan_plus_stand_to_one_another_as_in_the_code_of_maskbit
     found = share(args.lecam_weight * lecam(real, generated), 0.001 * regulariser, real)
     assert (found, args.discr_max_grad_norm) == pytest.approx((factor, factor))
     assert args.penalty_weight == 0 and (args.discriminator, args.discr_start_step) == ("maskbit", 20000)
+
+
+@pytest.mark.parametrize("name", ["wan_f8", "finetune_wan"])
+def test_the_losses_of_wan_stand_to_one_another_as_in_its_report(name: str, tmp_path: Path) -> None:
+    """3 L1 + 3e-6 KL + 3 LPIPS of videos in [-1, 1] (arXiv:2503.20314, section 4.1), the KL as in latent diffusion."""
+    changes: dict[str, Any] = {"num_frames": 5, "init_dim": 4, "ch_mult": "1,2,2", "num_resnet_blocks": 1}
+    changes |= {"time_levels": "0,1"}
+    if name == "finetune_wan":
+        VideoTokenizer.from_dict({
+            "body": "wan", "quantizer": "kl", "image_size": 32, "init_dim": 4, "ch_mult": [1, 2, 2],
+            "num_resnet_blocks": 1, "time_levels": [0, 1],
+        }).save_pretrained(tmp_path / "model")  # fmt: skip
+        changes = {"init_from": tmp_path / "model", "num_frames": 5}
+    made = built(VIDEO_TOKENIZER, tmp_path / "run", name, **changes)
+    videos = torch.rand(2, 3, 5, 32, 32, generator=torch.Generator().manual_seed(0))
+    fake = (videos + 0.05 * torch.randn(videos.shape, generator=torch.Generator().manual_seed(1))).requires_grad_()
+    totals, parts = zip(*(made.loss(fake, videos, frames=torch.full((2,), frame)) for frame in range(5)), strict=True)
+    error = ((2 * fake - 1) - (2 * videos - 1)).abs().mean()
+    pictures = [x.transpose(1, 2).flatten(0, 1) for x in (fake, videos)]
+    factor = share(parts[0]["recon_loss"], 3 * error, fake)
+    theirs = 3 * error + 3 * network().distances(*pictures).mean()
+    assert share(torch.stack([*totals]).mean(), theirs, fake) == pytest.approx(factor, rel=1e-3)
+    assert made.args.train == "decoder" or made.args.kl_loss_weight == pytest.approx(3e-6 * factor)
 
 
 @pytest.mark.parametrize("strength, is_limited", [(1, True), (1000, False)])
