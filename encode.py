@@ -117,8 +117,8 @@ class Config:
     )
     tile: int | None = flag(
         None,
-        "compute frames of videos in square tiles of this side, mixed where they overlap: the memory is that of a "
-        "tile, and the result is not quite that of whole frames (default: whole frames)",
+        "encode to latents, or decode, videos in square tiles of this side, which are blended where they overlap: it "
+        "takes the memory of a tile, and the result differs a little from that of whole frames",
         pixels,
         requires=without("image_folder"),
     )
@@ -263,9 +263,9 @@ class ImageCoder:
         )
 
     def open(self, side: int) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
-        """For samples of this side: no rows (0, ...), with the dtype and the shape of those that the writer gets; the
-        settings "grid" and "dtype", those of a row in a file; the samples; and the function that encodes the samples of
-        each shard. Raises ValueError, in one line, if the model does not take them.
+        """For samples of this side: an empty tensor (0, ...) with the dtype and the shape of the rows that the writer
+        gets; the settings "grid" and "dtype", the shape and the dtype of a row in a file; the samples; and the function
+        that encodes the samples of each shard. Raises ValueError, in one line, if the model does not take them.
 
         The writer gets codes [h', w'], or moments [views, 2 x channels, h', w'], where a mirrored image is a second
         view."""
@@ -361,19 +361,24 @@ class VideoCoder:
             )
         if self._model.num_codes and not args.decode:
             raise ValueError(
-                "--tile: neighbouring tiles of codes cannot be mixed; leave it out, or give it for --decode"
+                "--tile: the codes of neighbouring tiles cannot be blended; leave it out, or give it for --decode"
             )
 
-    def _stream(self, step: Any, pixels_per_place: int, scale: Fraction) -> Callable[[Tensor], Tensor]:
-        """A new stream by a method of the model, whose input has a place for so many pixels and whose output has sides
-        of `scale` times its own; in tiles with --tile."""
-        from tandem.models.layers.video.causal import StreamState
-        from tandem.models.layers.video.tiles import TiledStream
+    def _stream(self, step: Any, pixels: int, scale: Fraction) -> Callable[[Tensor], Tensor]:
+        """A new stream: a function from the next inputs to their outputs, in tiles with --tile.
 
-        tile, overlap = self._args.tile, self._args.tile_overlap
-        if tile is None:
+        Args:
+            step: The method of the model that does so for an input and a state.
+            pixels: Of the film, for which a place of the input stands: 1 for frames.
+            scale: Sides of the output / sides of the input.
+        """
+        from tandem.models.layers.video.causal import StreamState
+        from tandem.models.layers.video.tiles import apply_in_tiles
+
+        if self._args.tile is None:
             return functools.partial(step, state=StreamState())
-        return TiledStream(step, tile // pixels_per_place, overlap // pixels_per_place, scale)
+        side, overlap = self._args.tile // pixels, self._args.tile_overlap // pixels
+        return functools.partial(apply_in_tiles, step, states={}, side=side, overlap=overlap, scale=scale)
 
     def _open_encoding(self) -> Callable[[Tensor], Tensor]:
         model = self._model

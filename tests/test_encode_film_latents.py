@@ -31,7 +31,7 @@ from tandem.data.decoding.videos import ClipDecoder
 from tandem.data.stores import encoding, shards
 from tandem.data.stores.shards import numbers_of, shard_bytes, streamed_shard
 from tandem.models import VideoTokenizer
-from tandem.models.layers.video.tiles import TiledStream
+from tandem.models.layers.video.tiles import apply_in_tiles
 from tandem.training.noise import Noise
 from tests.scripts import files, lines
 from tests.test_encode_videos import clip
@@ -93,11 +93,13 @@ def test_tiles_of_films_are_streams_of_their_own_and_mixed(model, source, tmp_pa
     folder, ours = SCRIPT.fill(model, source, tmp_path / "latents", *tiles), film_autoencoder()
     found = latents(folder)
     for name, n in VIDEOS.items():
-        expected = TiledStream(ours.posterior_next, 8, 4, Fraction(1, 4))(clip(source / name, n))[0, :4]
+        how = {"states": {}, "side": 8, "overlap": 4, "scale": Fraction(1, 4)}
+        expected = apply_in_tiles(ours.posterior_next, clip(source / name, n), **how)[0, :4]
         assert torch.equal(found[name], expected.transpose(0, 1)), name
     SCRIPT.main([*map(str, SCRIPT.use(model, folder, tmp_path / "videos")), "--format", "png", *map(str, tiles)])
     latent = found["e.mp4"].transpose(0, 1)[None]
-    frames = TiledStream(ours.decode_next, 2, 1, Fraction(4))(latent)[0, :, : VIDEOS["e.mp4"]]
+    how = {"states": {}, "side": 2, "overlap": 1, "scale": Fraction(4)}
+    frames = apply_in_tiles(ours.decode_next, latent, **how)[0, :, : VIDEOS["e.mp4"]]
     for number, frame in enumerate((frames.clamp(0, 1) * 255).round().byte().permute(1, 2, 3, 0).numpy()):
         np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / f"videos/e.frames/{number:06d}.png")), frame)
 

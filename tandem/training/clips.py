@@ -15,7 +15,7 @@ from .noise import Noise
 
 class ClipDraws:
     """Draws that are functions of the seed, the update and, for frames, the place of a clip in the batch. All processes
-    have one length, because those of FSDP and ZeRO 3 have to compute equally much.
+    draw the same length, because those of FSDP and ZeRO 3 have to compute equally much.
 
     Args:
         lengths: Numbers of frames, each as likely as the others.

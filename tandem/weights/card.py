@@ -54,8 +54,8 @@ KINDS = {
         ("tandem", "image-tokenizer", "discrete-vae"),
     ),
     "VQGAN": Kind(
-        "a VQGAN (Esser et al. 2021), which turns an image into a grid of codes and back",
-        "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
+        "a VQGAN (Esser et al. 2021), which turns an image into a grid of codes, or of continuous latents, and back",
+        "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output encoded/",
         ("tandem", "image-tokenizer", "vqgan"),
     ),
     "MuLaN": Kind(
@@ -64,8 +64,9 @@ KINDS = {
         ("tandem", "audio-text", "contrastive", "mulan"),
     ),
     "VideoTokenizer": Kind(
-        "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2024)",
-        "train_tokenizer.py", _VIDEOS, "tandem-encode --model {} --video_folder DIR --output codes/",
+        "a causal tokenizer of videos and images, which turns them into grids of codes, or of continuous latents, and "
+        "back",
+        "train_tokenizer.py", _VIDEOS, "tandem-encode --model {} --video_folder DIR --output encoded/",
         ("tandem", "video-tokenizer", "magvit2"),
     ),
     "Decoder": Kind(

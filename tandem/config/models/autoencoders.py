@@ -295,7 +295,7 @@ class WanConfig(ModelConfig):
     )
     residual_resampling: bool = flag(
         False,
-        "paths without weights around the layers of each level, as in Wan 2.2",
+        "a residual connection without parameters around each level, as in Wan 2.2",
         architecture=True,
         requires=_IS_WAN,
     )

@@ -2,7 +2,7 @@
 that their weights have in diffusers. Qwen-Image has the body of Wan 2.1.
 
 Wan 2.1: 4 x 8 x 8 places of a video share a latent of 16 channels. Wan 2.2: 4 x 16 x 16 and 48 channels, because frames
-are cut into patches of 2 x 2 first; and a path without weights leads around the layers of each level.
+are cut into patches of 2 x 2 first; and each level has a residual connection without parameters.
 
 All convolutions over time are causal: a frame depends on no later one. Where frames are halved or doubled, frame 0
 stays as it is.
@@ -133,8 +133,8 @@ class _UpBlock(_Block):
 
 
 class _ResidualDownBlock(_Block):
-    """A level of Wan 2.2's encoder. Around its layers lead the means of groups: the values of neighbouring channels in
-    the places, 2 x 2 in space and perhaps 2 in time, that the level turns into one."""
+    """A level of Wan 2.2's encoder. Its residual connection has no parameters: each of its channels is the mean of a
+    group of values, those of neighbouring channels at the 2 x 2 places, perhaps of 2 frames, that become one place."""
 
     def __init__(
         self, fan_in: int, fan_out: int, layers: list[nn.Module], down: Downsampling | None, recompute: bool
@@ -154,8 +154,8 @@ class _ResidualDownBlock(_Block):
 
 
 class _ResidualUpBlock(_Block):
-    """A level of Wan 2.2's decoder. Around its layers leads the reverse: values are repeated as often as needed, and a
-    channel becomes neighbouring places."""
+    """A level of Wan 2.2's decoder. Its residual connection has no parameters: channels are repeated until a pixel
+    shuffle, over the frames, too, gives as many as the layers do."""
 
     def __init__(
         self, fan_in: int, fan_out: int, layers: list[nn.Module], up: Upsampling | None, recompute: bool
@@ -183,10 +183,9 @@ def _factors(resampling: Resampling | None) -> dict[str, int]:
 
 
 def _check_groups(fine: int, coarse: int, factors: Mapping[str, int]) -> None:
-    """Raise ValueError, in one line, if channels at a finer and at a coarser level fit no path without weights."""
+    """Raise ValueError, in one line, if the residual connection between a finer and a coarser level cannot be made."""
     if fine * math.prod(factors.values()) % coarse:
-        error = f"a level of {coarse} channels beside one of {fine}, whose values fill no {coarse} equal groups"
-        raise ValueError(f"residual_resampling: ch_mult makes {error}")
+        raise ValueError(f"residual_resampling: no mean over equal groups leads from {fine} to {coarse} channels")
 
 
 class _ResidualBlock(nn.Module):
@@ -238,7 +237,7 @@ class _ChannelNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = at_least_fp32(x).view_as(x)  # for the order in which gradients are added, as in `RMSNorm`
-        return F.normalize(y, dim=1).to(x.dtype) * x.shape[1] ** 0.5 * self.gamma
+        return (F.normalize(y, dim=1) * (x.shape[1] ** 0.5 * self.gamma)).to(x.dtype)
 
 
 class Resampling(nn.Module):

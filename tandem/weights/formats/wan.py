@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,13 @@ _STD_2_1 = (
 )  # fmt: skip
 _SIDE = 256  # image_size of a model that is read: no file holds it, and it changes no weight
 _TIME_LEVELS = 2  # halvings of the frames that diffusers and Wan's code can stream
-# Names of the parts of a residual block in Wan's file.
-_BLOCK_PARTS = {
-    "norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6",
-    "conv_shortcut": "shortcut",
-}  # fmt: skip
-_OUTER_PARTS = {
-    "conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2", "mid_block.resnets.0": "middle.0",
-    "mid_block.attentions.0": "middle.1", "mid_block.resnets.1": "middle.2",
+# Patterns in the names of diffusers -> what Wan's file has in their place, besides the numbers of layers.
+_ORIGINAL_PARTS = {
+    r"(?<=\d)\.norm1(?=\.)": ".residual.0", r"(?<=\d)\.conv1(?=\.)": ".residual.2",
+    r"(?<=\d)\.norm2(?=\.)": ".residual.3", r"(?<=\d)\.conv2(?=\.)": ".residual.6", r"\.conv_shortcut": ".shortcut",
+    r"\.conv_in": ".conv1", r"\.norm_out": ".head.0", r"\.conv_out": ".head.2",
+    r"mid_block\.resnets\.0": "middle.0", r"mid_block\.attentions\.0": "middle.1",
+    r"mid_block\.resnets\.1": "middle.2", "^quant_conv": "conv1", "^post_quant_conv": "conv2",
 }  # fmt: skip
 _LEVEL = re.compile(r"(?:down|up)_blocks\.(\d+)(?:\.(resnets|upsamplers|downsampler|upsampler)(?:\.(\d+))?)?")
 _FIRST_WEIGHT = "encoder.conv1.weight"
@@ -205,7 +204,7 @@ def _names(arguments: Mapping[str, Any], package: str) -> dict[str, str]:
     return {name: rename(name) for name in names if not _is_statistics(name)}
 
 
-def _original_name(arguments: Mapping[str, Any]) -> Any:
+def _original_name(arguments: Mapping[str, Any]) -> Callable[[str], str]:
     """The function from our names to those in Wan's file."""
     count, is_nested = arguments["num_resnet_blocks"], arguments["residual_resampling"]
 
@@ -220,16 +219,10 @@ def _original_name(arguments: Mapping[str, Any]) -> Any:
         return f"{side}.{level}.{side}.{layer}" if is_nested else f"{side}.{level * (blocks + 1) + layer}"
 
     def rename(name: str) -> str:
-        public = _diffusers_name(name)
-        if not public.startswith(("encoder.", "decoder.")):
-            return public.replace("post_quant_conv", "conv2").replace("quant_conv", "conv1")
-        side, _, rest = public.partition(".")
-        layer, _, suffix = rest.rpartition(".")
-        layer = _LEVEL.sub(level_name, layer)
-        for ours, theirs in _OUTER_PARTS.items():
-            layer = theirs + layer.removeprefix(ours) if f"{layer}.".startswith(f"{ours}.") else layer
-        block, dot, part = layer.rpartition(".")
-        return f"{side}.{block}{dot}{_BLOCK_PARTS.get(part, part) if dot else part}.{suffix}"
+        original = _LEVEL.sub(level_name, _diffusers_name(name))
+        for pattern, part in _ORIGINAL_PARTS.items():
+            original = re.sub(pattern, part, original)
+        return original
 
     return rename
 
