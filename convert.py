@@ -99,6 +99,7 @@ def build_parser() -> ArgumentParser:
     add("--branch", metavar="NAME", help="upload to this branch, which is created if it does not exist (default: main)")
     add("--message", default="Upload a model", metavar="TEXT", help="message of the commit")
     add("--no_picture", action="store_true", help="leave out the newest picture of the run, which may show the data")
+    add("--no_discriminator", action="store_true", help="leave out the discriminator, which others need to train on")
     add("--dry_run", metavar="DIR", help="write what would be uploaded to DIR, and upload nothing; DIR can then be "
         "pushed in place of RUN, with an edited README.md")
     add("--weights", **weights)

@@ -108,7 +108,7 @@ def build_model(config: Config) -> models.VideoTokenizer:
 
 
 def build_discriminator(config: Config) -> models.VideoDiscriminator:
-    """The discriminator with seeded weights, the same on every process."""
+    """The discriminator with seeded weights, the same on every process, or with those of ``--init_from``."""
     return init_discriminator(models.VideoDiscriminator, config, frame_head=config.discriminator)
 
 
@@ -173,7 +173,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.generator_inputs()},
     )  # fmt: skip
     evaluation = training.Evaluation(
-        tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained},
+        tokenizer, ema, write={"model": models.VideoTokenizer.save_pretrained}, discriminator=discr,
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         next_command=("encode.py", "--video_folder", data_path(config), "--output", output),
     )  # fmt: skip

@@ -44,8 +44,7 @@ class ScriptFlags:
 
     init_from: str | None = start_flag(
         "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub, a folder of "
-        "diffusers or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or muse-maskgit-pytorch (which "
-        "also holds the discriminator)",
+        "diffusers or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or muse-maskgit-pytorch",
         title="model",
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
@@ -87,7 +86,7 @@ def build_model(config: Config) -> models.VQGAN:
 
 
 def build_discriminator(config: Config) -> models.Discriminator:
-    """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
+    """The discriminator with seeded weights, the same on every process, or with those of ``--init_from``."""
     model_class = models.MaskBitDiscriminator if config.discriminator == "maskbit" else models.Discriminator
     return init_discriminator(model_class, config)
 
@@ -149,8 +148,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )  # fmt: skip
     autocast = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = training.Evaluation(
-        vqgan, ema, write={"model": models.VQGAN.save_pretrained}, watch=training.ReconstructionAlarm().check,
-        validate=autocast(validate), draw=autocast(draw),
+        vqgan, ema, write={"model": models.VQGAN.save_pretrained}, discriminator=discr,
+        validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         next_command=("encode.py", "--image_folder", data_path(config), "--output", output),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
 from tandem.commands import script_parser
+from tandem.config.autoencoder_training import DISCRIMINATOR
 from tandem.config.converters import PRECISIONS, size, thread_count, worker_count
 from tandem.config.parser import ArgumentParser
 from tandem.training.run_folder.folder import read_config_to_resume
@@ -16,6 +17,7 @@ from tandem.training.run_folder.starts import last_start
 from tandem.weights.card import KINDS
 from tandem.weights.load import (
     default_weights_path,
+    discriminator_folder,
     load_discriminator,
     load_model,
     resolve,
@@ -179,8 +181,8 @@ def keep_tokenizer(args: argparse.Namespace, resumed: Mapping[str, Any]) -> dict
 
 def describe_model(path: str | Path) -> dict[str, Any]:
     """The class, as "model", and the constructor arguments of the model at a user's ``path``, unchecked. Optional keys:
-    "discriminator_config", the arguments of the discriminator in a public package's file; "tokenizer", a value for
-    --tokenizer; and "assumed", a text about values that the file lacks.
+    "discriminator_config", the same of the discriminator that lies beside it; "tokenizer", a value for --tokenizer; and
+    "assumed", a text about values that the file lacks.
 
     Raises:
         ValueError: one line, if there is no model.
@@ -189,22 +191,26 @@ def describe_model(path: str | Path) -> dict[str, Any]:
     from tandem.training.checkpoint.format import read_checkpoint
     from tandem.training.checkpoint.models import read_descriptions
 
+    extras: dict[str, Any] = {}
     with with_user_name(path):
         kind, location = resolve(default_weights_path(Path(path)))
         if kind == "file":
             from tandem.weights.formats.detection import detect_format
 
             description = load_model(location, is_lazy=True).description()
-            discriminator = load_discriminator(location, from_runs=False)
+            loaded = load_discriminator(location)
+            discriminator = loaded and loaded.description()
             assumed = detect_format(location).assumptions
-            extras = {"discriminator_config": discriminator.config} if discriminator else {}
-            return {**description, **extras, **({"assumed": assumed(description)} if assumed else {})}
-        if kind == "checkpoint":
-            description = next(iter(read_descriptions(read_checkpoint(location, verify=False)[0], location).values()))
+            extras = {"assumed": assumed(description)} if assumed else {}
+        elif kind == "checkpoint":
+            models = read_descriptions(read_checkpoint(location, verify=False)[0], location)
+            description, discriminator = next(iter(models.values())), models.get(DISCRIMINATOR)
         else:
             description = read_config(location)
-        extras = {"tokenizer": str(tokenizer_file(location) or "clip")} if "vocab_size" in description else {}
-        return {**description, **extras}
+            discriminator = read_config(folder) if (folder := discriminator_folder(location)) else None
+        if "vocab_size" in description and kind != "file":
+            extras = {"tokenizer": str(tokenizer_file(location) or "clip")}
+        return {**description, **extras, **({"discriminator_config": discriminator} if discriminator else {})}
 
 
 def fetch_model(name: str | None, processes: ProcessGroup) -> str | None:

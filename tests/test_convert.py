@@ -223,7 +223,8 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
         discriminator = {name: tensor for name, tensor in found.items() if name.startswith("discr.")}
         assert_same_bits(discriminator, prefixed("discr.", saved(path, "discriminator")))
         assert torch.equal(found["enc_dec.encoders.0.weight"], average["encoder.0.weight"]) == (path == vqgan_run)
-    converted("export", vqgan_run / "model", "--to", "muse", tmp_path / "alone.pt")
+    shutil.copytree(vqgan_run / "model", tmp_path / "alone", ignore=shutil.ignore_patterns("discriminator"))
+    converted("export", tmp_path / "alone", "--to", "muse", tmp_path / "alone.pt")
     assert "use_vgg_and_gan=False" in capsys.readouterr().out
     converted("export", vqgan_run, "--to", "muse", file, "--force")
     facts = inspected(file)
@@ -231,6 +232,36 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
     converted("export", file, "--to", "model", tmp_path / "back")
     assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), average)
     assert_same_bits(open_model(file, "VQGAN").model, average)  # of encode.py
+
+
+def test_the_discriminator_travels_with_the_model(vqgan_run: Path, tmp_path: Path) -> None:
+    """At the end of a run, out of a checkpoint and a public file, and into the next run."""
+    discriminator = saved(vqgan_run, "discriminator")
+    converted("export", checkpoint_of(vqgan_run), "--to", "model", tmp_path / "checkpoint")
+    converted("export", tmp_path / "checkpoint", "--to", "model", tmp_path / "again")
+    converted("export", vqgan_run, "--to", "muse", tmp_path / "vae.pt")
+    converted("export", tmp_path / "vae.pt", "--to", "model", tmp_path / "file")
+    statements = []
+    for folder in (vqgan_run / "model", *(tmp_path / name for name in ("checkpoint", "again", "file"))):
+        assert_same_bits(load_file(folder / "discriminator" / "model.safetensors"), discriminator)
+        statements.append(json.loads((folder / "discriminator" / "config.json").read_text())["training"])
+    of_run, *others = statements
+    losses = {"gan_loss": "hinge", "perceptual": "none", "penalty_weight": 10.0, "kl_loss_weight": 5e-7}
+    assert {"weights": "online", "updates": 2, **losses}.items() <= of_run.items()
+    assert others == [of_run, of_run, {"weights": "online"}]
+    assert "/" not in json.dumps(of_run), "no paths"
+
+    run = VQGAN_SCRIPT.start_from(tmp_path / "again", tmp_path / "next", "--image_size", "16")
+    assert_same_bits(saved(run, "discriminator"), discriminator)
+    new = ("--image_size", "16", "--no-init_discriminator", "--discr_layers", "2", "--discr_dim", "16")
+    other = saved(VQGAN_SCRIPT.start_from(tmp_path / "again", tmp_path / "new", *new), "discriminator")
+    assert other.keys() == discriminator.keys() and not torch.equal(
+        *(d["layers.0.0.weight"] for d in (other, discriminator))
+    )
+    converted("export", vqgan_run, "--to", "model", tmp_path / "file", "--force", "--weights", "online")
+    shutil.rmtree(tmp_path / "again" / "discriminator")
+    converted("export", tmp_path / "again", "--to", "model", tmp_path / "file", "--force")
+    assert not (tmp_path / "file" / "discriminator").exists(), "that of another model"
 
 
 def test_a_discriminator_of_another_kind_is_left_out_of_the_public_file(tmp_path: Path) -> None:
@@ -248,13 +279,12 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(vqgan_run: 
     for part, ours in (("ema", "generator"), ("discriminator", "discriminator")):
         assert_same_bits(saved(run, ours), saved(vqgan_run, part))
     said = "--init_from", str(tmp_path / "vae.pt"), "--dim", "16", "--discr_dim", "8"
-    assert "--discr_dim 16 and --discr_layers 2" in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
+    needed = (
+        "needs --discriminator muse --discr_dim 16 --discr_layers 2; to begin with a new one: --no-init_discriminator"
+    )
+    assert needed in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
     said = "--init_from", str(tmp_path / "vae.pt"), "--dim", "16", "--discriminator", "maskbit"
-    assert "needs --discriminator muse, --discr_dim 16" in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
-    # Of a run, --init_from takes the generator alone.
-    run = VQGAN_SCRIPT.start_from(vqgan_run, tmp_path / "alone", "--image_size", "16", "--discr_layers", "2")
-    first = "layers.0.0.weight"
-    assert not torch.equal(saved(run, "discriminator")[first], saved(vqgan_run, "discriminator")[first])
+    assert needed in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
     line = refused("export", tmp_path / "vae.pt", "--to", "dalle", tmp_path / "x")
     assert "DiscreteVAE" in line and f"{tmp_path / 'vae.pt'} holds a VQGAN" in line
 

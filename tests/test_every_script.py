@@ -589,8 +589,10 @@ def test_runs_and_weights_of_another_script_are_refused_by_its_name(
 def test_weights_of_another_model_are_refused_by_what_differs(script: Script, finished: Path, tmp_path: Path) -> None:
     for flag, (was, now) in script.other_models.items():
         for source in (finished / "model", finished / "checkpoints" / "step_00000008"):
-            if not flag.startswith("discr_"):  # of a run, --init_from takes the generator alone
-                line = script.refused(tmp_path, *script.eight, "--init_from", str(source), f"--{flag}", str(now))
+            line = script.refused(tmp_path, *script.eight, "--init_from", str(source), f"--{flag}", str(now))
+            if flag.startswith("discr_"):
+                assert f"the discriminator of {source} needs" in line and f" --{flag} {was}" in line
+            else:
                 assert line.endswith(f"the weights in {source} are of another model; they need --{flag} {was}")
 
 

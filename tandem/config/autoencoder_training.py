@@ -4,6 +4,7 @@ so that `--help` is fast."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +22,8 @@ from .converters import (
     width,
 )
 from .fields import Requirement, above_0, flag, given, when
+from .models.autoencoders import QuantizerLossFlags
+from .models.taming import LatentLossFlags
 
 # The largest --gan_weight_scale with which models without a perceptual loss nearly kept their PSNR: docs/vqgan.md.
 _MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
@@ -28,6 +31,11 @@ _MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
 _ALIGNED = given("align_with", "PATH")
 _VGG = when("perceptual", "vgg", "lpips")
 _PERCEPTUAL = when("perceptual", "vgg", "lpips", "resnet50")
+_PATHS_AND_STARTS = {"train", "init_discriminator", "lpips_weights", "perceptual_weights", "align_with"}
+
+#: The name of the discriminator among the parts of a checkpoint, and of its folder in a model folder.
+DISCRIMINATOR = "discriminator"
+
 # Channels of the first layer of MaskBit's discriminator, for images of 256 pixels.
 _MASKBIT_DIM = 128
 
@@ -118,6 +126,9 @@ class GANFlags:
         choices=("all", "decoder"),
         title="model",
         fixed_on_resume=True,
+    )
+    init_discriminator: bool = flag(
+        True, "go on with the discriminator of --init_from, if it has one; off: with a new one, of random weights"
     )
     discriminator: str = flag(
         "muse",
@@ -240,6 +251,18 @@ class GANFlags:
         if args.gan_weight_scale is None:
             is_reduced = args.gan_weight == "adaptive" and args.perceptual == "none"
             args.gan_weight_scale = 0.1 if is_reduced else 1.0
+
+
+def discriminator_training(config: Any, updates: int) -> dict[str, Any]:
+    """The part "training" of a discriminator's config.json: its weights are as trained ("online"), not averaged, after
+    so many updates, and beside these losses, whose settings are given without paths. `config`: the flags of the run."""
+    groups = (QuantizerLossFlags, LatentLossFlags, LatentRegularizerFlags, GANFlags)
+    names = [field.name for group in groups for field in dataclasses.fields(group)]
+    return {
+        "weights": "online",
+        "updates": updates,
+        **{name: getattr(config, name) for name in names if name not in _PATHS_AND_STARTS},
+    }
 
 
 def perceptual_loss_warning(args: GANFlags) -> str | None:

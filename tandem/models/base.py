@@ -30,9 +30,10 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, RuntimeError, SafetensorError)
 
-# Attributes that config.json states for people and other programs, beside the constructor arguments. `read_config`
-# drops them; older files lack them.
+# Attributes that config.json states for people and other programs, beside the constructor arguments, and "training".
+# `read_config` drops them; older files lack them.
 _EXTRAS = ("num_codes", "latents_mean", "latents_std")
+_IGNORED = (*_EXTRAS, "training")
 
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -60,8 +61,12 @@ class Pretrained(nn.Module):
         """The model of this `config`. Raises TypeError for an unknown name, and what the constructor raises."""
         return cls(cls.Config(**arguments))
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically."""
+    def save_pretrained(self, folder: str | Path, training: Mapping[str, Any] | None = None) -> None:
+        """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically.
+
+        Args:
+            training: How the weights were trained, of JSON's types: "training" in config.json.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with replacing_model_file(folder / _WEIGHTS) as path:
@@ -69,6 +74,7 @@ class Pretrained(nn.Module):
         with replacing_model_file(folder / CONFIG_FILE) as path:
             values = {name: getattr(self, name, None) for name in _EXTRAS if name not in self.config}
             extra = {name: value for name, value in values.items() if value is not None}
+            extra |= {"training": training} if training else {}
             path.write_text(json.dumps({"model": type(self).__name__, **extra, **self.saved_config()}, indent=2) + "\n")
 
     def saved_config(self) -> dict[str, Any]:
@@ -184,7 +190,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             foreign_type = config.get("architectures") or config.get("model_type")
             hint = f", but one of transformers, {str(foreign_type)[:80]}" if foreign_type else ""
             raise ValueError(f"its {CONFIG_FILE} names no model of this package{hint}")
-        return rename_settings({name: value for name, value in config.items() if name not in _EXTRAS})
+        return rename_settings({name: value for name, value in config.items() if name not in _IGNORED})
 
 
 def holds_weights(folder: Path) -> bool:

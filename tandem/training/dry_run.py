@@ -43,6 +43,9 @@ def run_dry(
         if run.stop_requested(now=True):
             raise AskedToStop
     per_update, total_seconds = min(seconds), total * min(seconds)
+    hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
+    run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{hint}")
+    run.say(_utilization(run, kinds[seconds.index(per_update)], per_update))
     action_seconds: dict[str, float] = {}
     # The checkpoint is the last, because its thread would slow down the others.
     for action in sorted(actions, key=lambda action: not action.measures):
@@ -57,9 +60,6 @@ def run_dry(
     validated, split = len(run.feed.validated), len(run.feed.valid_set)
     if 0 < validated < split:  # the last validation is followed by one of the whole split
         total_seconds += action_seconds["validation"] * split / validated
-    hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
-    run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{hint}")
-    run.say(_utilization(run, kinds[seconds.index(per_update)], per_update))
     run.say("; ".join(f"{name} {timing:.3g} s" for name, timing in action_seconds.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
     memory = ", ".join(

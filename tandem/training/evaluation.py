@@ -53,6 +53,8 @@ class Evaluation:
             collectives; see `is_collective_draw`.
         write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
             The first one also writes best/. The model is that of `ema.final_weights`.
+        discriminator: The engine of the discriminator, which is written, as trained, into a folder in the first path of
+            `write`; None: there is none.
         best: Saves the model of the best validation; None: it is not saved.
         picture_name: The picture's name in the trackers.
         next_command: A command that uses the model, for the last line of the run: the script and its flags besides
@@ -68,6 +70,7 @@ class Evaluation:
     validate: Callable[[Any, int], Mapping[str, Any]]
     draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
     write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
+    discriminator: Any = None
     best: BestModel | None = None
     picture_name: str = "reconstructions"
     next_command: Sequence[str] = ()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from PIL import Image
 
+from tandem.config.autoencoder_training import DISCRIMINATOR, discriminator_training
 from tandem.config.public_names import batch_arithmetic
 from tandem.devices import has_pinned_memory
 from tandem.io.exits import AskedToStop, Failed
@@ -424,17 +425,25 @@ class Run:
         tries again."""
         with final_weights(evaluation.engine, evaluation.average) as model:
             for name, write in evaluation.write.items():
-                path = self.folder.path / name
-                if self.is_root:
-                    try:
-                        self.folder.check_is_here()
-                        self.write_after_heartbeat(path.name, partial(write, model), path)
-                    except OSError as error:
-                        self._write_failure = " ".join(str(error).split())
-                if self.processes.broadcast_object(self._write_failure):
-                    self.close()  # raises Failed
-                self._models.append(str(path))
+                self._write_model(partial(write, model), self.folder.path / name)
+                self._models.append(str(self.folder.path / name))
+        if evaluation.discriminator:
+            training = discriminator_training(self.config, self.progress.step)
+            with evaluation.discriminator.full_weights() as discriminator:
+                write = partial(discriminator.save_pretrained, training=training)
+                self._write_model(write, Path(self._models[0], DISCRIMINATOR))
         self.close(evaluation.next_command)
+
+    def _write_model(self, write: Callable[[Path], None], path: Path) -> None:
+        """Call `write(path)` on the root. Raises Failed if that is not possible. Collective."""
+        if self.is_root:
+            try:
+                self.folder.check_is_here()
+                self.write_after_heartbeat(path.name, write, path)
+            except OSError as error:
+                self._write_failure = " ".join(str(error).split())
+        if self.processes.broadcast_object(self._write_failure):
+            self.close()  # raises Failed
 
     def write_after_heartbeat(self, label: str, write: Callable[[Path], None], path: Path) -> None:
         """Send a heartbeat, then call `write(path)`, which may take long and sends none itself. On the root."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.config.autoencoder_training import DISCRIMINATOR
 from tandem.io.installed import installed_command
 from tandem.io.reading import counted
 from tandem.reporting.curves import MetricsFile
@@ -78,8 +79,8 @@ KINDS = {
 
 
 def model_card(
-    name: str, model: str, weights: str, kind: Kind, run: Path | None, settings: Mapping[str, Any], has_picture: bool,
-    version: str,
+    name: str, model: str, weights: str, kind: Kind, run: Path | None, settings: Mapping[str, Any], *,
+    has_picture: bool, has_discriminator: bool, version: str,
 ) -> str:  # fmt: skip
     """The text of a card.
 
@@ -90,6 +91,7 @@ def model_card(
         run: The folder of the run that trained it, or None if it is not known.
         settings: `public_settings` of the run; empty without one.
         has_picture: Whether PICTURE lies beside the card.
+        has_discriminator: Whether the folder of the discriminator does.
         version: Of the package that writes the model.
     """
     tags = "".join(f"- {tag}\n" for tag in (*kind.tags, "safetensors"))
@@ -97,7 +99,7 @@ def model_card(
         f"---\n# license: to be chosen by the author, such as mit or cc-by-4.0\nlibrary_name: tandem\ntags:\n{tags}---",
         f"# {name.split('/')[-1]}\n\nThis is {kind.description}. Its weights are {weights}.",
         f"![A sample of the training run]({PICTURE})" if has_picture else "",
-        _usage(name, model, kind, version),
+        _usage(name, model, kind, has_discriminator, version),
     ]
     if run:
         metrics = MetricsFile(run / "metrics.jsonl")
@@ -131,8 +133,12 @@ def newest_picture(run: Path) -> Path | None:
     return max((run / "samples").glob("step_*.png"), default=None)
 
 
-def _usage(name: str, model: str, kind: Kind, version: str) -> str:
+def _usage(name: str, model: str, kind: Kind, has_discriminator: bool, version: str) -> str:
     train = installed_command(kind.script)
+    discriminator = (
+        f"`{DISCRIMINATOR}/` holds the discriminator as trained, not averaged, with which the last command goes on "
+        "(`--no-init_discriminator`: with a new one); its `config.json` has the settings of all losses.\n\n"
+    )
     return f"""## Use
 
 The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
@@ -142,7 +148,7 @@ sources, `{train}` is `python {kind.script}`, and the others likewise:
     {kind.command.format(name)}
     {train} --init_from {name} --{kind.data[0]} DIR --output_dir runs/more   # trains on from these weights
 
-In Python:
+{discriminator if has_discriminator else ""}In Python:
 
 ```python
 from huggingface_hub import snapshot_download

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandem.config.autoencoder_training import DISCRIMINATOR, discriminator_training
+from tandem.config.models.autoencoders import discriminator_flags
 from tandem.io.reading import read_bytes, read_json_or_empty
-from tandem.io.writing import write_atomically
+from tandem.io.writing import delete, write_atomically
+from tandem.training.checkpoint.listing import step_of
 from tandem.training.run_folder.starts import script_of
 
 # Importing PyTorch takes seconds, so functions import it, and modules that need it, after arguments are checked.
@@ -158,8 +161,9 @@ def default_weights_path(path: Path) -> Path:
     return best if script_of(path) == "train_mulan.py" and (best / CONFIG_FILE).is_file() else path
 
 
-def write_model(model: Any, source: Path, folder: Path) -> None:
-    """Write a model folder of a model that came from ``source``: with its tokenizer's file, if it has one.
+def write_model(model: Any, source: Path, folder: Path, *, with_discriminator: bool = True) -> None:
+    """Write a model folder of a model that came from ``source``: with its tokenizer's file and its discriminator, if it
+    has them.
 
     Raises:
         ValueError: one line, if the tokenizer cannot be found.
@@ -173,6 +177,11 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
         write_atomically(folder / TOKENIZER_FILE, read_bytes(file))
     else:
         (folder / TOKENIZER_FILE).unlink(missing_ok=True)  # of an earlier model
+    discriminator = load_discriminator(source) if with_discriminator else None
+    if discriminator is not None:
+        discriminator.save_pretrained(folder / DISCRIMINATOR, training=_discriminator_training(source))
+    elif (old_folder := discriminator_folder(folder)) is not None:  # of an earlier model
+        delete(old_folder)
     model.save_pretrained(folder)
 
 
@@ -197,39 +206,72 @@ def tokenizer_file(path: Path) -> Path | None:
     raise ValueError(f"{location}: the tokenizer {name} of the run is gone or has changed, and the model needs it")
 
 
-def load_discriminator(path: Path, *, from_runs: bool = True) -> Any:
-    """The discriminator of the VQGAN at ``path``, as trained: in a public package's file or, with ``from_runs``, in
-    a checkpoint; None if there is none.
+def discriminator_folder(model_folder: Path) -> Path | None:
+    """The folder of the discriminator in a model folder; None if there is none."""
+    from tandem.models.base import CONFIG_FILE
+
+    folder = model_folder / DISCRIMINATOR
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
+def _discriminator_training(source: Path) -> dict[str, Any]:
+    """`discriminator_training` of the discriminator at ``source``."""
+    from tandem.models.base import CONFIG_FILE
+
+    from .origin import find_run, read_run_arguments
+
+    kind, location = resolve(source)
+    if kind == "checkpoint" and (run := find_run(location)):
+        with suppress(OSError, ValueError):  # somebody has changed the names or the config.yaml
+            return discriminator_training(read_run_arguments(run), step_of(location))
+    config = read_json_or_empty(location / DISCRIMINATOR / CONFIG_FILE) if kind == "model" else {}
+    return config.get("training") or {"weights": "online"}
+
+
+def load_discriminator(path: Path) -> Any:
+    """The discriminator of the model at ``path``, as trained: in a checkpoint, a model folder or a public package's
+    file; None if there is none.
 
     Raises:
         ValueError: one line, if it is damaged or of another model.
     """
-    from tandem.models.base import build
-    from tandem.training.checkpoint.models import read_model
+    from tandem.models.base import build, read_config, read_weights
+    from tandem.training.checkpoint.format import read_checkpoint
+    from tandem.training.checkpoint.models import read_descriptions, read_model
     from tandem.weights.formats.detection import detect_format
 
     kind, location = resolve(path)
     if kind == "file":
         return detect_format(location).load_discriminator(location)
-    return build(*read_model(location, name="discriminator"), location) if from_runs and kind == "checkpoint" else None
+    if kind == "model":
+        folder = discriminator_folder(location)
+        return build(read_config(folder), read_weights(folder), folder) if folder else None
+    if DISCRIMINATOR not in read_descriptions(read_checkpoint(location, verify=False)[0], location):
+        return None
+    return build(*read_model(location, name=DISCRIMINATOR), location)
 
 
 def init_discriminator(model_class: Any, args: Any, **more: Any) -> Any:
     """The discriminator of this class that the arguments of a run, and `more` constructor arguments, describe. Its
-    weights are those in the public file of --init_from if that holds a discriminator, else random by --seed, the same
-    on every process."""
+    weights are those of --init_from if that has a discriminator and the run goes on with it, else random by --seed, the
+    same on every process."""
     import torch
 
     from tandem.models import build_in_memory
 
     torch.manual_seed(args.seed)
     discriminator = build_in_memory(model_class, dim=args.discr_dim, layers=args.discr_layers, **more)
-    if args.init_from and (pretrained := load_discriminator(Path(args.init_from), from_runs=False)):
-        if pretrained.description() != discriminator.description():
-            flags = " and ".join(f"--discr_{name} {pretrained.config[name]}" for name in ("dim", "layers"))
-            kind = "--discriminator muse, " if args.discriminator != "muse" else ""
-            raise ValueError(f"the discriminator in {args.init_from} needs {kind}{flags}")
-        discriminator.load_state_dict(pretrained.state_dict())
+    if args.init_from and args.init_discriminator:
+        with with_user_name(args.init_from):
+            pretrained = load_discriminator(default_weights_path(Path(args.init_from)))
+        if pretrained and pretrained.description() != discriminator.description():
+            values = discriminator_flags(pretrained.description())
+            flags = " ".join(f"--{name} {value}" for name, value in values.items())
+            raise ValueError(
+                f"the discriminator of {args.init_from} needs {flags}; to begin with a new one: --no-init_discriminator"
+            )
+        if pretrained:
+            discriminator.load_state_dict(pretrained.state_dict())
     discriminator.check_side(args.image_size)
     return discriminator
 

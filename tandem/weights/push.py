@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from .card import CARD, KINDS, PICTURE, model_card, newest_picture
-from .load import load_model, resolve, write_model
+from .load import discriminator_folder, load_model, resolve, write_model
 from .origin import describe_origin, find_run, read_public_settings
 
 
@@ -42,7 +42,7 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
     name = type(model).__name__
     if name not in KINDS:
         raise ValueError(f"{path} holds a {name}, and a card is made for {', '.join(KINDS)}")
-    write_model(model, path, folder)
+    write_model(model, path, folder, with_discriminator=not args.no_discriminator)
     if kind == "model" and (location / CARD).is_file():  # written by --dry_run, and perhaps edited
         for file in (CARD, PICTURE):
             if (location / file).is_file():
@@ -55,5 +55,8 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
     settings = read_public_settings(run, KINDS[name]) if run else {}
     count = sum(parameter.numel() for parameter in model.parameters())
     weights = f"{count:,} parameters{describe_origin(location, kind, args.weights)}"
-    card = model_card(args.name, name, weights, KINDS[name], run, settings, picture is not None, __version__)
+    card = model_card(
+        args.name, name, weights, KINDS[name], run, settings, has_picture=picture is not None,
+        has_discriminator=discriminator_folder(folder) is not None, version=__version__,
+    )  # fmt: skip
     write_atomically(folder / CARD, card.encode())

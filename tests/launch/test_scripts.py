@@ -315,11 +315,18 @@ OF_DECODER = [launcher for launcher in TO_ROUNDING if "taming-decoder" in ROUNDE
 
 @pytest.mark.parametrize("launcher", OF_DECODER, ids=str)
 def test_a_frozen_encoder_stays_as_it_was_and_the_decoder_does_not(launcher: Launcher, jobs: Jobs) -> None:
-    weights = load_file(jobs.output(launcher, "rounded", "taming-decoder") / "model" / "model.safetensors")
+    run_folder = jobs.output(launcher, "rounded", "taming-decoder")
+    weights = load_file(run_folder / "model" / "model.safetensors")
     before = load_file(jobs.folder / "latents" / "model.safetensors")
     kept = [name for name in before if not name.startswith("decoder.")]
     assert_same_bits({name: weights[name] for name in kept}, {name: before[name] for name in kept})
     assert not torch.equal(weights["decoder.conv_in.weight"], before["decoder.conv_in.weight"])
+    # The discriminator, sharded or not, lies beside the model.
+    discriminator, state = (
+        load_file(run_folder / "model" / "discriminator" / "model.safetensors"),
+        shared_state(run_folder),
+    )
+    assert_same_bits(discriminator, {name: state[f"discriminator: weights/{name}"] for name in discriminator})
 
 
 def test_fresh_on_two_processes_renames_the_old_run_once_and_asks_nobody(jobs: Jobs, tmp_path: Path) -> None:

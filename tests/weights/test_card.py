@@ -35,7 +35,17 @@ def write_run(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def card(run: Path | None, settings: dict[str, Any] | None = None, has_picture: bool = False) -> str:
-    return model_card("alice/faces", "DiscreteVAE", "5 parameters", KIND, run, settings or {}, has_picture, "1.2")
+    return model_card(
+        "alice/faces",
+        "DiscreteVAE",
+        "5 parameters",
+        KIND,
+        run,
+        settings or {},
+        has_picture=has_picture,
+        has_discriminator=False,
+        version="1.2",
+    )
 
 
 def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_typed_is_not() -> None:
@@ -77,7 +87,17 @@ def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", KINDS)
 def test_a_stranger_learns_the_package_and_commands_that_it_installs(model: str, tmp_path: Path) -> None:
     """In a checkout or out of one; what a command is called there is said once."""
-    text = model_card("alice/x", model, "5 parameters", KINDS[model], write_run(tmp_path, []), {}, False, "1.2")
+    text = model_card(
+        "alice/x",
+        model,
+        "5 parameters",
+        KINDS[model],
+        write_run(tmp_path, []),
+        {},
+        has_picture=False,
+        has_discriminator=True,
+        version="1.2",
+    )
     assert "`tandem-training`\n1.2. Its" in text and f"`python {KINDS[model].script}`" in text
     commands = re.findall(r"^    (\S+) (.*)", text, re.MULTILINE)
     assert len(commands) == 3

@@ -231,9 +231,20 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
 
     @classmethod
     def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        discriminator = model.get("discriminator_config", {})
-        discriminator_flags = {f"discr_{name}": discriminator[name] for name in ("dim", "layers") if discriminator}
-        return {**super().architecture_of(model, args), **discriminator_flags}
+        return {**super().architecture_of(model, args), **_adopted_discriminator(model, args)}
+
+
+def discriminator_flags(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags by name that give a discriminator of this description; {} of an empty one."""
+    if not description:
+        return {}
+    kind = "maskbit" if description["model"] == "MaskBitDiscriminator" else description.get("frame_head", "muse")
+    return {"discriminator": kind, "discr_dim": description["dim"], "discr_layers": description["layers"]}
+
+
+def _adopted_discriminator(model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """The flags of the discriminator beside the model of --init_from, unless the run begins with a new one."""
+    return discriminator_flags(model.get("discriminator_config", {})) if args.init_discriminator else {}
 
 
 @dataclass
@@ -377,6 +388,10 @@ class VideoTokenizerConfig(WanConfig, LatentConfig, QuantizerConfig, Recomputing
     )
     codebook_size: int = 1024
     diversity_gamma: float = 2.5
+
+    @classmethod
+    def architecture_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        return {**super().architecture_of(model, args), **_adopted_discriminator(model, args)}
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
