@@ -117,14 +117,14 @@ class Config:
     )
     tile: int | None = flag(
         None,
-        "encode to latents, or decode, videos in square tiles of this side, which are blended where they overlap: it "
-        "takes the memory of a tile, and the result differs a little from that of whole frames",
+        "encode to latents, or decode, videos in square tiles of this side, which are blended where they overlap: a "
+        "GPU needs the memory of one tile, and the result differs from that of whole frames (docs/tokenizer.md)",
         pixels,
         requires=without("image_folder"),
     )
     tile_overlap: int | None = flag(
         None,
-        "pixels that neighbouring tiles share (default: a quarter of --tile)",
+        "pixels that neighbouring tiles share (default: a quarter of --tile, in whole latents, at least one)",
         pixels_or_0,
         requires=given("tile", "PIXELS"),
     )
@@ -193,8 +193,8 @@ def build_parser() -> ArgumentParser:
         "Write the codes or latents of images or videos with a trained tokenizer, or decode them.",
         "--model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR",
         Config, batch_size=32, unit="IMAGES",
-        num_workers_help="per process: loader processes (encoding images), or threads that read videos or write "
-        "pictures",
+        num_workers_help="per process: loader processes (encoding images), or threads that write pictures or read "
+        "videos: so many films are then encoded in turn, and the layers keep frames of each",
         model_help="run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint "
         "of it, its model/ folder, or USER/NAME of the Hugging Face Hub",
     )  # fmt: skip
@@ -354,7 +354,7 @@ class VideoCoder:
         args, pixels = self._args, self._model.pixels_per_code
         check_side("--tile", args.tile, pixels)
         if args.tile_overlap is None:
-            args.tile_overlap = args.tile // 4 // pixels * pixels
+            args.tile_overlap = max(args.tile // 4 // pixels, min(args.tile // pixels - 1, 1)) * pixels
         if args.tile_overlap % pixels or args.tile_overlap >= args.tile:
             raise ValueError(
                 f"--tile_overlap {args.tile_overlap}: give a multiple of {pixels} below --tile {args.tile}"

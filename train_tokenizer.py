@@ -98,8 +98,9 @@ def build_model(config: Config) -> models.VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
     load = models.VideoTokenizer.inflate_from if config.inflate else models.VideoTokenizer.load_weights_from
     generator: models.VideoTokenizer = init_model(models.VideoTokenizer, config, load)
-    for frames in (config.num_frames, *(config.clip_frames or ())):
-        models.check_frames(frames, generator.frames_per_code)
+    models.check_frames(config.num_frames, generator.frames_per_code)
+    for frames in config.clip_frames or ():
+        models.check_frames(frames, generator.frames_per_code, "clip_frames")
     if config.clip_frames and max(config.clip_frames) > config.num_frames:
         raise ValueError(f"--clip_frames {max(config.clip_frames)} is more than --num_frames {config.num_frames}")
     if config.train == "decoder":
@@ -139,7 +140,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
     autocast = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
     ema = training.make_ema(tokenizer, config.ema_decay, config.ema_power)
-    clips = training.ClipDraws(config.seed, config.clip_frames or (config.num_frames,), device)
+    lengths = config.clip_frames or (config.num_frames,)
+    clip_draws = training.ClipDraws(config.seed, lengths, device, only_longest=config.dry_run)
     discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=config.discr_max_grad_norm)
     output = f"{config.output_dir}/{generator.latent_kind}"
 
@@ -169,7 +171,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )  # fmt: skip
     gan_loss = training.GANLoss(
         config, tokenizer, discr, processes, images=videos_of, pixel_loss=pixel_loss,
-        perceptual_loss=distance, loss_inputs=clips.frames, log=run.add,
+        perceptual_loss=distance, loss_inputs=clip_draws.frames, log=run.add,
         generator_inputs=lambda samples, step: {**latent_losses.inputs(samples, step), **alignment.generator_inputs()},
     )  # fmt: skip
     evaluation = training.Evaluation(
@@ -180,10 +182,10 @@ def train(config: Config, backend: distributed.Backend) -> None:
     run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
-    update_kind = clips.update_kind(latent_losses.update_kind(gan_loss.active_terms))
+    update_kind = clip_draws.update_kind(latent_losses.update_kind(gan_loss.active_terms))
     total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
     for step, batch in training.updates(run, evaluation, preview=config.num_videos_save, update_kind=update_kind):
-        batch = clips.cut(batch, step)
+        batch = clip_draws.cut(batch, step)
         tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
         discr.lr = with_warmup(step, total_steps, discr_lr, config.lr_warmup_steps)
         entropy_factor = schedules.linear(step, config.entropy_anneal_steps, config.entropy_anneal_factor, 1.0)

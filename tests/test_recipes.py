@@ -224,7 +224,7 @@ def test_the_losses_of_wan_stand_to_one_another_as_in_its_report(name: str, tmp_
             "body": "wan", "quantizer": "kl", "image_size": 32, "init_dim": 4, "ch_mult": [1, 2, 2],
             "num_resnet_blocks": 1, "time_levels": [0, 1],
         }).save_pretrained(tmp_path / "model")  # fmt: skip
-        changes = {"init_from": tmp_path / "model", "num_frames": 5}
+        changes = {"init_from": tmp_path / "model", "num_frames": 5, "clip_frames": 5}
     made = built(VIDEO_TOKENIZER, tmp_path / "run", name, **changes)
     videos = torch.rand(2, 3, 5, 32, 32, generator=torch.Generator().manual_seed(0))
     fake = (videos + 0.05 * torch.randn(videos.shape, generator=torch.Generator().manual_seed(1))).requires_grad_()

@@ -19,11 +19,12 @@ class ClipDraws:
 
     Args:
         lengths: Numbers of frames, each as likely as the others.
+        only_longest: Draw the longest length alone, so that a dry run takes as much time and memory as any update.
     """
 
-    def __init__(self, seed: int, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, seed: int, lengths: Sequence[int], device: torch.device, *, only_longest: bool = False) -> None:
         self._frame_noise, self._length_noise = Noise(seed, "frame"), Noise(seed, "clip length")
-        self._lengths, self._device = lengths, device
+        self._lengths, self._device = [max(lengths)] if only_longest else lengths, device
 
     def length(self, step: int) -> int:
         """The frames of the clips of update `step`."""

@@ -87,7 +87,7 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         for quantizer, more in (
             ("vq", {}), ("lfq", MASKBIT),
             ("kl", {"body": "wan", "ch_mult": "1,2", "time_levels": "0", "num_resnet_blocks": 1, "latent_dim": 4,
-                    "clip_frames": "3,5"}),
+                    "clip_frames": "3,5", "residual_resampling": None, "gradient_checkpointing": None}),
         )
     },
     # Dropped conditions, linear attention, a weighted loss, a learned variance, noise on the smaller picture, crops.
@@ -114,7 +114,7 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 # What these launchers run, in their order, so that each script is on several of them; `WHOLE_MATRIX` has every pair.
 TURNS_OF_BITS = [
-    ("vae", "vqgan-lfq", "mulan-softmax", "taming-kl"),
+    ("vae", "vqgan-lfq", "mulan-softmax", "tokenizer-kl"),
     ("vae", "tokenizer-vq", "mulan-frozen"),
     ("vae", "vqgan-vq", "decoder"),
     ("vae", "tokenizer-kl", "taming-kl"),

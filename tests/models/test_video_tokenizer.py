@@ -60,7 +60,8 @@ def depends_on(outputs: Tensor, inputs: Tensor) -> Tensor:
     return torch.stack([row.abs().sum(dim=(0, 1, 3, 4)) > 0 for row in rows])
 
 
-BODIES = [*(("plain", {"layers": layers}, per_code) for per_code, layers in COMPRESSING.items()), ("wan", {}, 4)]
+BODIES = [*(("plain", {"layers": layers}, per_code) for per_code, layers in COMPRESSING.items()), ("wan", {}, 4),
+          ("wan 2.2", {}, 2)]  # fmt: skip
 bodies = pytest.mark.parametrize(("variant", "changes", "per_code"), BODIES)
 
 

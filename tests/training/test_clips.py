@@ -20,6 +20,10 @@ def test_each_length_is_drawn_equally_often_as_a_function_of_seed_and_update() -
     assert [ClipDraws(4, (5, 9, 17), CPU).length(step) for step in range(600)] != lengths
 
 
+def test_a_dry_run_draws_the_longest_clips() -> None:
+    assert {ClipDraws(3, (5, 17, 9), CPU, only_longest=True).length(step) for step in range(20)} == {17}
+
+
 def test_clips_are_cut_to_their_length_and_images_stay_images() -> None:
     draws = ClipDraws(0, (5,), CPU)
     clips, images = torch.rand(2, 3, 9, 4, 4), torch.rand(2, 3, 1, 4, 4)

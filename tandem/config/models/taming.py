@@ -138,7 +138,8 @@ class LatentLossFlags:
     # Latent diffusion has 1e-6 beside an absolute error of images in [-1, 1], which is twice that of [0, 1].
     kl_loss_weight: float = flag(
         5e-7,
-        "weight of the KL to the standard normal in nats, summed over a picture as the reconstruction error is (kl)",
+        "weight of the KL to the standard normal in nats, where it and the reconstruction error are both summed over a "
+        "sample: over an image or a clip (kl)",
         non_negative_float,
         requires=when("quantizer", KL),
     )

@@ -21,7 +21,15 @@ from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import read_weight_index
 
 from . import wan
-from .taming import CHANNEL_STATISTICS, GROUPS, Layout, code_channels, public_state, read_autoencoder
+from .taming import (
+    CHANNEL_STATISTICS,
+    GROUPS,
+    Layout,
+    check_statistics,
+    code_channels,
+    public_state,
+    read_autoencoder,
+)
 
 # Older names of the parts of an attention, as in the published autoencoders of Stable Diffusion.
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -186,13 +194,10 @@ def _channel_statistics(config: Mapping[str, Any], scaling: Any) -> tuple[list[f
     mean, std = config.get("latents_mean"), config.get("latents_std")
     if mean is None and std is None:
         return None
-    if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std)):
-        raise ValueError("its latents_mean and latents_std are not two lists of one length")
-    for name, values in (("latents_mean", mean), ("latents_std", std), ("scaling_factor", [scaling])):
-        for value in values:
-            check_number(name, value)
-            if value <= 0 and name != "latents_mean":
-                raise ValueError(f"its {name} is {value}, not above 0")
+    check_statistics(mean, std)
+    check_number("scaling_factor", scaling)
+    if scaling <= 0:
+        raise ValueError(f"its scaling_factor is {scaling}, not above 0")
     return mean, [value / scaling for value in std]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.config.models.taming import KL, TAMING
+from tandem.config.models.taming import KL, TAMING, check_number
 from tandem.io.published import read_state_dict, shape_of
 from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.vqgan import VQGAN
@@ -190,6 +190,18 @@ def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str
 def _is_quantizer_state(name: str) -> bool:
     """Whether our quantizer has this tensor, and public files lack it."""
     return name.startswith("quantizer.") and not name.startswith("quantizer.codebook")
+
+
+def check_statistics(mean: Any, std: Any) -> None:
+    """Raise ValueError, in one line, unless an untrusted configuration's latents_mean and latents_std are two lists of
+    numbers, of one length, and the deviations above 0."""
+    if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std)):
+        raise ValueError("its latents_mean and latents_std are not two lists of one length")
+    for name, values in (("latents_mean", mean), ("latents_std", std)):
+        for value in values:
+            check_number(name, value)
+            if value <= 0 and name == "latents_std":
+                raise ValueError(f"its latents_std is {value}, not above 0")
 
 
 def quantizer_state(

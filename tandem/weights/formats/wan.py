@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tandem.config.fields import check_whole
 from tandem.config.models.autoencoders import WAN
-from tandem.config.models.taming import KL, check_number
+from tandem.config.models.taming import KL
 from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
 from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.video_tokenizer import VideoTokenizer
 from tandem.models.building import build_on_meta, check_arguments
 
-from .taming import quantizer_state
+from .taming import check_statistics, quantizer_state
 
 CLASSES = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # of diffusers
 # Arguments of diffusers' classes: the name, its default there, and ours; see `read_config` for the others.
@@ -32,7 +32,7 @@ _NUMBERS = (
 _CONSTANTS: dict[str, Any] = {"attn_scales": [], "dropout": 0.0}
 _LATENTS_MEAN, _LATENTS_STD = "latents_mean", "latents_std"
 # Of the latents of Wan 2.1, which its file lacks: the defaults of AutoencoderKLWan in diffusers 0.42, the same as in
-# Wan's code (wan/modules/vae.py).
+# Wan's code (wan/modules/vae.py). Of those of Wan 2.2: wan/modules/vae2_2.py.
 _MEAN_2_1 = (
     -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632, -0.1922,
     -0.9497, 0.2503, -0.2921,
@@ -41,6 +41,23 @@ _STD_2_1 = (
     2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253,
     2.8251, 1.9160,
 )  # fmt: skip
+_MEAN_2_2 = (
+    -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891, 0.1570,
+    -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502, -0.2055, -0.0322,
+    0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230, -0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.0520,
+    0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+)  # fmt: skip
+_STD_2_2 = (
+    0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901, 0.6885, 0.6165,
+    0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659, 0.7069, 0.5338, 0.4889, 0.4917,
+    0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600,
+    0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
+)  # fmt: skip
+# init_dim, latent_dim and residual_resampling of a published model -> its name, and the statistics of its latents.
+_PUBLISHED = {
+    (96, 16, False): ("Wan 2.1", (_MEAN_2_1, _STD_2_1)),
+    (160, 48, True): ("Wan 2.2", (_MEAN_2_2, _STD_2_2)),
+}
 _SIDE = 256  # image_size of a model that is read: no file holds it, and it changes no weight
 _TIME_LEVELS = 2  # halvings of the frames that diffusers and Wan's code can stream
 # Patterns in the names of diffusers -> what Wan's file has in their place, besides the numbers of layers.
@@ -86,11 +103,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         if config.get(name, 3 * patch_size**2) != 3 * patch_size**2:
             raise ValueError(f"its {name} is {str(config[name])[:80]}; only colour images are supported")
     statistics = [config.get(_LATENTS_MEAN, [*_MEAN_2_1]), config.get(_LATENTS_STD, [*_STD_2_1])]
-    for name, values in zip((_LATENTS_MEAN, _LATENTS_STD), statistics, strict=True):
-        if not isinstance(values, list) or len(values) != numbers["z_dim"]:
-            raise ValueError(f"its {name} is no list of {numbers['z_dim']} numbers, its z_dim")
-        for value in values:
-            check_number(name, value)
+    check_statistics(*statistics)
     return arguments, statistics
 
 
@@ -150,7 +163,8 @@ def read_file(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tenso
     prefix = next((name.removesuffix(_FIRST_WEIGHT) for name in state if name.endswith(_FIRST_WEIGHT)), "")
     state = {name.removeprefix(prefix): weight for name, weight in state.items()}
     arguments = _infer_arguments(state)
-    return our_contents(state, arguments, (_MEAN_2_1, _STD_2_1) if _is_wan_2_1(arguments) else None, "Wan")
+    _, statistics = _published(arguments)
+    return our_contents(state, arguments, statistics, "Wan")
 
 
 def save_file(model: VideoTokenizer, path: Path) -> str:
@@ -159,21 +173,26 @@ def save_file(model: VideoTokenizer, path: Path) -> str:
     state, config = public_state(model), model.config
     originals = _names(config, "Wan")
     save_pickled({originals[_our_name(name)]: weight for name, weight in state.items()}, path)
+    name, statistics = _published(config)
+    warning = f", and whoever reads it takes those of {name}" if statistics else ""
     return (
         f"load it into Wan's model of dim {config['init_dim']}, z_dim {config['latent_dim']}, dim_mult "
-        f"{config['ch_mult']}; the file holds no mean and deviation of latents, which --to diffusers writes"
+        f"{config['ch_mult']}; the file holds no mean and deviation of latents{warning}: --to diffusers writes them"
     )
 
 
 def assumptions(config: Mapping[str, Any]) -> str:
     """A text about the values that Wan's file lacks."""
-    if _is_wan_2_1(config):
-        return "latents_mean and latents_std are those of Wan 2.1, because the model has its sizes"
+    name, statistics = _published(config)
+    if statistics:
+        return f"latents_mean and latents_std are those of {name}, because the model has its sizes"
     return "latents_mean and latents_std are unknown; a folder of diffusers holds them"
 
 
-def _is_wan_2_1(config: Mapping[str, Any]) -> bool:
-    return (config["init_dim"], config["latent_dim"], config["residual_resampling"]) == (96, len(_MEAN_2_1), False)
+def _published(config: Mapping[str, Any]) -> tuple[str, tuple[Sequence[float], Sequence[float]] | None]:
+    """Name, and means and standard deviations of the latents, of the published model of these sizes; ("", None) if
+    there is none."""
+    return _PUBLISHED.get((config["init_dim"], config["latent_dim"], config["residual_resampling"]), ("", None))
 
 
 def _fixed_arguments(patch_size: Any) -> dict[str, Any]:

@@ -83,14 +83,12 @@ def _count(config: VideoTokenizerConfig, name: str) -> int:
     return sum(layer.name == name for layer in parse_layers(config.layers))
 
 
-def check_frames(frames: int, per_code: int) -> None:
-    """Raise a ValueError of one line unless ``frames`` is 1 + ``per_code`` x n."""
+def check_frames(frames: int, per_code: int, name: str = "num_frames") -> None:
+    """Raise a ValueError of one line, which calls them `name`, unless ``frames`` is 1 + ``per_code`` x n."""
     if frames < 1 or (frames - 1) % per_code:
         smaller = max(frames - 1, 0) // per_code * per_code + 1
         hint = f"use {smaller} or {smaller + per_code}"
-        raise ValueError(
-            f"num_frames: {frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {hint}"
-        )
+        raise ValueError(f"{name}: {frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {hint}")
 
 
 def check_side(name: str, pixels: int, per_code: int) -> None:

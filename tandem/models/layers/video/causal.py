@@ -63,6 +63,11 @@ class StreamState:
     num_consumed: int = 0
     """Number of frames in the chunks so far."""
 
+    def move_to(self, device: torch.device) -> None:
+        """Move all tensors to a device."""
+        self.cache = {name: x.to(device) for name, x in self.cache.items()}
+        self.pending = None if self.pending is None else self.pending.to(device)
+
     def chunks(self, x: Tensor, frames: int) -> Iterator[tuple[Tensor, Context]]:
         """(b, c, f, h, w) -> every chunk that is complete: the first has one frame, all others have ``frames``.
 

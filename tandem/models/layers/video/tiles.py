@@ -1,4 +1,4 @@
-"""Films in overlapping tiles, for frames that are too large to be computed whole: the memory is that of a tile."""
+"""Films in overlapping tiles, for frames that are too large to be computed whole."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def apply_in_tiles(
     Only layers that look as far as the overlap, or less, give what they give for whole frames; attention and norms over
     a frame do not. The result does not depend on how a stream is divided into calls.
 
+    The device of `x` holds what one tile needs. What the layers of all tiles keep for the next call lies in the memory
+    of the CPU.
+
     Args:
         step: A method of the model that encodes or decodes a stream.
         states: The state of each tile, by its top and left; at first empty. The call changes it.
@@ -36,13 +39,16 @@ def apply_in_tiles(
     out: Tensor | None = None
     weight_sum = torch.zeros(int(height * scale), int(width * scale))
     for top, left in itertools.product(_starts(height, side, overlap), _starts(width, side, overlap)):
-        tile = step(x[..., top : top + side, left : left + side], states.setdefault((top, left), StreamState()))
+        state = states.setdefault((top, left), StreamState())
+        state.move_to(x.device)
+        tile = step(x[..., top : top + side, left : left + side], state)
+        state.move_to(torch.device("cpu"))
         rows, columns = (_weights(*ends, side, overlap, scale) for ends in ((top, height), (left, width)))
         weights = rows[:, None] * columns
         if out is None:
             out = tile.new_zeros(*tile.shape[:-2], *weight_sum.shape)
-        y, z = int(top * scale), int(left * scale)
-        place = (..., slice(y, y + len(rows)), slice(z, z + len(columns)))
+        out_top, out_left = int(top * scale), int(left * scale)
+        place = (..., slice(out_top, out_top + len(rows)), slice(out_left, out_left + len(columns)))
         out[place] += tile * weights.to(tile)
         weight_sum[place] += weights
     assert out is not None
@@ -56,7 +62,7 @@ def _starts(length: int, side: int, overlap: int) -> list[int]:
 
 
 def _weights(start: int, length: int, side: int, overlap: int, scale: Fraction) -> Tensor:
-    """The weights of a tile's output along a side of the frame, (n,) in (0, 1]: 1 at the border of the frame."""
+    """The weights of a tile's output along a side of the frame, (n,) in (0, 1]: 1 where no neighbour overlaps."""
     size = int(min(side, length) * scale)
     ramp = torch.arange(1, size + 1) / (int(overlap * scale) + 1)
     rising = ramp if start else torch.ones(size)
