@@ -24,6 +24,7 @@ def logarithm(value: Any) -> float:
 FORMER_SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "init_temperature": ("init_logit_scale", logarithm),
     "centred": ("normalize_input", lambda value: value),
+    "transparent": ("channels", lambda value: 4 if value else 3),
     "scaled": ("normalize", lambda value: "scale" if value else "none"),
 }
 #: Former name of a weight or a buffer in a state dict -> its name.

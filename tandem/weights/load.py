@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tandem.io.reading import read_bytes, read_json_or_empty
 from tandem.io.writing import write_atomically
+from tandem.sides import height_and_width
 from tandem.training.run_folder.starts import script_of
 
 # Importing PyTorch takes seconds, so functions import it, and modules that need it, after arguments are checked.
@@ -223,14 +224,15 @@ def init_discriminator(model_class: Any, args: Any, **more: Any) -> Any:
     from tandem.models import build_in_memory
 
     torch.manual_seed(args.seed)
-    discriminator = build_in_memory(model_class, dim=args.discr_dim, layers=args.discr_layers, **more)
+    sizes = {"dim": args.discr_dim, "layers": args.discr_layers, "channels": args.channels}
+    discriminator = build_in_memory(model_class, **sizes, **more)
     if args.init_from and (pretrained := load_discriminator(Path(args.init_from), from_runs=False)):
         if pretrained.description() != discriminator.description():
             flags = " and ".join(f"--discr_{name} {pretrained.config[name]}" for name in ("dim", "layers"))
             kind = "--discriminator muse, " if args.discriminator != "muse" else ""
             raise ValueError(f"the discriminator in {args.init_from} needs {kind}{flags}")
         discriminator.load_state_dict(pretrained.state_dict())
-    discriminator.check_side(args.image_size)
+    discriminator.check_side(min(height_and_width(args.image_size)))
     return discriminator
 
 
