@@ -111,7 +111,7 @@ class Config:
     )
     image_size: Sides | None = flag(
         None,
-        "side, or HEIGHTxWIDTH, of the centre crop (default: the model's)",
+        "sides of the centre crop (default: the model's)",
         picture_sides,
         requires=_ENCODING_ONLY,
         title="encoding",

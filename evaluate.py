@@ -87,8 +87,8 @@ class Config:
         "videos, its --num_frames is then the default", FOLDER, metavar="RUN")
     output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
         "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
-    image_size: Sides | None = flag(None, "side, or HEIGHTxWIDTH, of the centre crop (default: the first model's)",
-        picture_sides, title="method")
+    image_size: Sides | None = flag(None, "sides of the centre crop (default: the first model's)", picture_sides,
+        title="method")
     resize: str = flag("ours", "how images are resized: ours is bilinear, antialiased; taming is not antialiased, as "
         "in taming-transformers, Open-MAGVIT2 and IBQ; adm halves by a box filter first, as in LlamaGen",
         choices=tuple(RESIZES), requires=_FILES_ONLY)

@@ -172,7 +172,7 @@ two_fractions = Joined("B1,B2", ",", fraction, count=2)
 # A smaller crop has few pixels, because frames are read at little more than the size that the model takes.
 _area = _bounded_float(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
 area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
-picture_sides = SidesConverter("PIXELS", "x", pixels)
+picture_sides = SidesConverter("SIDE|HEIGHTxWIDTH", "x", pixels)
 templates = Joined("TEXT|...", "|", _check_template)
 words = Joined("WORD,...", ",", str)
 # Updates, counted from 1, the last one included.

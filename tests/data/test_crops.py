@@ -11,7 +11,7 @@ from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import RandomResizedCrop
 
-from tandem.data.decoding.images import Box, Crop, decode_image
+from tandem.data.decoding.images import Box, Crop, center_box, decode_image, decode_picture
 from tandem.data.sets import open_conditioned, open_images, open_videos
 from tandem.data.sources.record import FileRef
 from tandem.hashing import Draws
@@ -120,6 +120,31 @@ def test_a_region_of_a_turned_image_is_turned(tmp_path):
     files = [FileRef(str(tmp_path / f"{name}.png")) for name in "ab"]
     plain, turned = (decode_image(file, 40, 3, choose_box=choose_box) for file in files)
     assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
+
+
+@pytest.mark.parametrize(("width", "height", "box"), [(90, 40, (5, 0, 80, 40)), (50, 60, (0, 17.5, 50, 25))])
+def test_a_part_that_is_not_square_is_the_largest_in_the_middle(width, height, box, tmp_path):
+    assert center_box(width, height, 32, 16) == box
+    found = decode_image(FileRef(str(places(tmp_path / "a.png", width, height))), (16, 32), 3)
+    left, top, across, down = box
+    edges = (left, top, left + across, top + down)
+    expected = Image.open(tmp_path / "a.png").resize((32, 16), Image.Resampling.BILINEAR, box=edges)
+    assert torch.equal(found, torch.from_numpy(np.asarray(expected).copy()).permute(2, 0, 1))
+    for index in range(50):
+        w, h, (x, y, a, b) = width, height, Crop("random").box_chooser(0, index)(width, height, 32, 16)
+        assert (a, b) == box[2:] and 0 <= x <= w - a and 0 <= y <= h - b
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp"])
+def test_an_image_on_its_side_is_cut_as_the_upright_one(ending, tmp_path):
+    path, exif = places(tmp_path / f"a.{ending}", 90, 40), Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(path) as image:
+        upright = image.transpose(Image.Transpose.ROTATE_270)
+        image.save(tmp_path / f"b.{ending}", exif=exif, **({} if ending == "png" else {"quality": 95}))
+    found = decode_image(FileRef(str(tmp_path / f"b.{ending}")), (64, 40), 3).int()
+    difference = (found - decode_picture(upright, (64, 40), 3).int()).abs()
+    assert difference.max() <= (0 if ending == "png" else 40) and difference.float().mean() < 4  # saved once more
 
 
 def test_nothing_smaller_than_the_pictures_to_draw_is_cut_out(tmp_path):

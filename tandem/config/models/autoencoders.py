@@ -62,10 +62,9 @@ def check_choices(config: ModelConfig) -> None:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
 
 
-def image_size_flag(default: int, rule: str) -> Any:
+def image_size_flag(default: int, of: str) -> Any:
     """The flag --image_size of a model of pictures or videos."""
-    text = f"side of the {rule}; HEIGHTxWIDTH, such as 256x384, where they are not square"
-    return flag(default, text, picture_sides, fixed_on_resume=True, title="images")
+    return flag(default, f"side, or height x width, of {of}", picture_sides, fixed_on_resume=True, title="images")
 
 
 def channels_flag(help: str) -> Any:
@@ -95,7 +94,7 @@ def check_channels(args: argparse.Namespace, parser: Any) -> None:
 class DiscreteVAEConfig(ModelConfig):
     """Configuration of a `DiscreteVAE`."""
 
-    image_size: Sides = image_size_flag(128, "images; a power of two")
+    image_size: Sides = image_size_flag(128, "the images; powers of two")
     channels: int = channels_flag(_CHANNELS)
     num_tokens: int = flag(8192, "size of the codebook", size, architecture=True, title="model")
     num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, architecture=True)
@@ -227,7 +226,7 @@ class RecomputingConfig(ModelConfig):
 class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VQGAN`."""
 
-    image_size: Sides = image_size_flag(256, "images; a multiple of 2^num_layers")
+    image_size: Sides = image_size_flag(256, "the images; multiples of 2^num_layers")
     channels: int = channels_flag(_CHANNELS)
     dim: int = flag(
         128, "channels at full resolution; muse: a halving doubles them", width, title="model", architecture=True
@@ -338,7 +337,7 @@ class WanConfig(ModelConfig):
 class VideoTokenizerConfig(WanConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VideoTokenizer`."""
 
-    image_size: Sides = image_size_flag(128, "frames; a multiple of the pixels of a code: patch_size x 2^halvings")
+    image_size: Sides = image_size_flag(128, "the frames; multiples of the side of a code: patch_size x 2^halvings")
     channels: int = channels_flag(
         "channels of the frames, 1 to 16; files and demo:moving have 3, and --dataset may have others"
     )

@@ -45,57 +45,50 @@ def decode_channels(content: Any, image_size: Sides, channels: int, choose_box: 
         decode = decode_image if isinstance(content, FileRef) else decode_picture
         return decode(content, image_size, _RGBA, choose_box=choose_box) / 255
     try:
-        values = _values_of(content, beginning, channels)
-    except OSError:
-        raise
+        values = _to_unit_range(_channels_first(_array_of(content, beginning), channels))
     except Exception as error:  # decoders fail on broken content with errors of any kind
         raise ValueError(error_text(error)) from error
     height, width = height_and_width(image_size)
-    box = (choose_box or center_box)(values.shape[2], values.shape[1], width, height)
-    edges = (box.left, box.top, box.left + box.width, box.top + box.height)
-    resized = [Image.fromarray(x).resize((width, height), Image.Resampling.BILINEAR, box=edges) for x in values]
+    left, top, box_width, box_height = (choose_box or center_box)(values.shape[2], values.shape[1], width, height)
+    box = (left, top, left + box_width, top + box_height)
+    resized = [Image.fromarray(x).resize((width, height), Image.Resampling.BILINEAR, box=box) for x in values]
     return torch.from_numpy(np.stack([np.asarray(picture) for picture in resized]))
 
 
-def _values_of(content: Any, beginning: bytes, channels: int) -> Array:
-    """The whole picture, float32 (channels, h, w) in [0, 1]."""
+def _array_of(content: Any, beginning: bytes) -> Array:
+    """The whole picture, (h, w), (c, h, w) or (h, w, c), in the depth of the file."""
     if isinstance(content, np.ndarray):
-        return _to_unit_range(_channels_first(content, channels))
+        return content
     if isinstance(content, Image.Image):
-        return _to_unit_range(_channels_first(_array_of_picture(content), channels))
+        return _array_of_picture(content)
     file = io.BytesIO(content.read(_MAX_BYTES))
     if beginning.startswith(_NUMPY):
-        return _to_unit_range(_channels_first(np.lib.format.read_array(file, allow_pickle=False), channels))
+        return np.lib.format.read_array(file, allow_pickle=False)
     if beginning.startswith(_TIFFS):
-        array, is_inverted = _array_of_tiff(file)
-        values = _to_unit_range(_channels_first(array, channels))
-        return 1 - values if is_inverted else values
+        return _array_of_tiff(file)
     with open_picture(file) as image:
-        return _to_unit_range(_channels_first(_array_of_picture(image), channels))
+        return _array_of_picture(image)
 
 
 def _array_of_picture(image: Image.Image) -> Array:
-    """(h, w) or (h, w, c), upright, in the depth of the file."""
+    """(h, w) or (h, w, c), upright."""
     upright = turn_upright(image.convert("RGB") if image.mode == "P" else image.copy(), image)
     array = np.asarray(upright)
     # Pillow may keep the 16 bits of such a file in 32.
     return array.astype(np.uint16) if upright.mode == "I" and image.format in ("PNG", "PPM") else array
 
 
-def _array_of_tiff(file: io.BytesIO) -> tuple[Array, bool]:
-    """The first picture of a TIFF, (h, w) or (c, h, w), whose channels may be pages; and whether its white is zero."""
+def _array_of_tiff(file: io.BytesIO) -> Array:
+    """The first picture of a TIFF, (h, w) or (c, h, w); its channels may be pages."""
     require_packages("reading TIFFs for --channels other than 3", "tifffile", extra="tiff")
     import tifffile
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # of a damaged file, the error says enough
     with tifffile.TiffFile(file) as tiff:
-        series, kind = tiff.series[0], tiff.pages.first.photometric
-        if kind == _PALETTE:
-            raise ValueError("its numbers are those of a palette's colours: save the colours")
-        if not {"Y", "X"} <= set(series.axes):
-            raise ValueError(f"its axes are {series.axes}, and a picture has Y and X")
-        places = series.axes.index("Y"), series.axes.index("X")
-        return np.moveaxis(series.asarray(), places, (-2, -1)), kind == _WHITE_IS_ZERO
+        series = tiff.series[0]
+        if tiff.pages.first.photometric in (_WHITE_IS_ZERO, _PALETTE):
+            raise ValueError("its white is zero, or its numbers are those of a palette: save brightness")
+        return np.moveaxis(series.asarray(), [series.axes.index(axis) for axis in "YX"], (-2, -1))
 
 
 def _channels_first(array: Array, channels: int) -> Array:
