@@ -270,8 +270,9 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
 
 
 def _orientation_before_decoding(image: Image.Image) -> int:
-    """The orientation that the metadata of an open file state; 1, upright, if a PNG states it after its pixels."""
-    if image.format == "PNG" and "exif" not in image.info:  # getexif would decode the pixels
+    """The orientation that the metadata of an open file state; 1, upright, for a TIFF, whose sides Pillow gives as
+    those of the turned picture, and if a PNG states it after its pixels."""
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):  # getexif would decode the PNG
         return 1
     with contextlib.suppress(Exception):
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
