@@ -34,12 +34,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
-from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, pixels_or_0, positive_int, size
+from tandem.config.converters import (
+    FOLDER,
+    PATH,
+    frame_rate,
+    non_negative_int,
+    picture_sides,
+    pixels,
+    pixels_or_0,
+    positive_int,
+    size,
+)
 from tandem.config.fields import flag, given, when, without
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import bad_sample_flag, kernel_settings
 from tandem.io.reading import counted
 from tandem.launch import fetch_model, inference_parser, start_inference
+from tandem.sides import Sides, height_and_width, sides_text
 from tandem.weights.load import default_weights_path, open_model, resolve
 from tandem.weights.origin import find_run, read_run_arguments
 
@@ -55,7 +66,8 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
-DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
+DECODED = {"images": ("png", "npy"), "videos": ("mp4", "gif", "png")}
+PNG_CHANNELS = (1, 3, 4)
 NORMALIZATIONS = ("none", "scale", "channels")
 # Requirements of flags.
 _ENCODING_ONLY = without("decode")
@@ -86,7 +98,8 @@ class Config:
         "format of codes and latents: safetensors (default), or npy, which adds a .npy to each safetensors file of "
         "codes of images, and writes latents as a .npy for each image and one for its label. Format of decoded videos: "
         "mp4 (default), gif (holds a whole video in memory) or png, a folder of frames for each video; a video of one "
-        "frame is always a png",
+        "frame is always a png. Of decoded images: png (default), or npy, fp32 (channels, height, width) in [0, 1], "
+        "which is the default for numbers of channels that no PNG has",
         choices=("safetensors", "npy", "png", "mp4", "gif"),
     )
 
@@ -96,8 +109,12 @@ class Config:
         FOLDER,
         requires=given("decode", "DIR"),
     )
-    image_size: int | None = flag(
-        None, "side of the centre crop (default: the model's)", pixels, requires=_ENCODING_ONLY, title="encoding"
+    image_size: Sides | None = flag(
+        None,
+        "sides of the centre crop (default: the model's)",
+        picture_sides,
+        requires=_ENCODING_ONLY,
+        title="encoding",
     )
     images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", requires=_IMAGES_ONLY)
     videos_per_shard: int = flag(
@@ -111,8 +128,8 @@ class Config:
     )
     keep_aspect: bool = flag(
         False,
-        "keep the shape of each video: its shorter side is --image_size, and both are cut to a multiple of the pixels "
-        "of a code (default: the square in the middle)",
+        "keep the shape of each video: its shorter side is --image_size, of two the smaller one, and both are cut to a "
+        "multiple of the pixels of a code (default: the middle of the video)",
         requires=_VIDEOS_ONLY,
     )
     tile: int | None = flag(
@@ -231,7 +248,7 @@ class ImageCoder:
     for `ending` and `frames_per_code` see `decoded_files`.
     """
 
-    kind, ending, frames_per_code = "images", ".png", None
+    kind, frames_per_code = "images", None
 
     def __init__(self, model: Any, args: argparse.Namespace, processes: ProcessGroup) -> None:
         from tandem.data.stores.codes import StoredCodes
@@ -240,6 +257,11 @@ class ImageCoder:
         from tandem.training.noise import Noise
 
         self._model, self._args, self._processes = model, args, processes
+        if args.decode and model.channels not in PNG_CHANNELS:
+            if "format" in args.explicit and args.format == "png":
+                raise ValueError(f"--format png: no PNG has {model.channels} channels; give --format npy")
+            args.format = "npy"
+        self.ending = f".{args.format}"
         self.settings: dict[str, Any] = {"batch_size": args.batch_size}
         self.stored: type[StoredCodes] = StoredCodes
         self.writer: Callable[..., ShardWriter] = ShardWriter
@@ -262,8 +284,8 @@ class ImageCoder:
             [run_model(processes, self._args.precision, "encoding", model.posterior, view) for view in views], 1
         )
 
-    def open(self, side: int) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
-        """For samples of this side: an empty tensor (0, ...) with the dtype and the shape of the rows that the writer
+    def open(self, sides: Sides) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
+        """For samples of these sides: an empty tensor (0, ...) with the dtype and the shape of the rows that the writer
         gets; the settings "grid" and "dtype", the shape and the dtype of a row in a file; the samples; and the function
         that encodes the samples of each shard. Raises ValueError, in one line, if the model does not take them.
 
@@ -277,24 +299,26 @@ class ImageCoder:
         from tandem.models.building import require_room
 
         model, args, batch_size = self._model, self._args, self._args.batch_size
-        if side != model.image_size and type(model).__name__ == "DiscreteVAE":
-            raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
-        require_room(f"a batch of {batch_size} images of {side} pixels", batch_size, model.channels, side, side)
+        shape, text = (model.channels, *height_and_width(sides)), sides_text(sides)
+        if shape[1:] != height_and_width(model.image_size) and type(model).__name__ == "DiscreteVAE":
+            expected = sides_text(model.image_size)
+            raise ValueError(f"--image_size {text}: this model takes {expected} alone; leave it out")
+        require_room(f"a batch of {batch_size} images of {text} pixels", batch_size, *shape)
         try:
-            grid = list(self._encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
+            grid = list(self._encode(torch.zeros(1, *shape, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
-            raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
+            raise ValueError(f"--image_size {text} does not fit the model: {error}") from None
         needs_label = not model.num_codes  # latents are for diffusion transformers, which take a class
-        images = open_labelled(args.image_folder, is_needed=needs_label, image_size=side, channels=model.channels)
+        images = open_labelled(args.image_folder, is_needed=needs_label, image_size=sides, channels=model.channels)
         load = functools.partial(load_image, images)
         options = {"batch_size": batch_size, "samples_per_request": batch_size, "num_workers": args.num_workers}
         options["waiting"] = self._processes.waiting_for_workers
         dtype = str(code_dtype(model.num_codes)) if model.num_codes else "float32"
         empty, row_settings = torch.zeros(0, *grid, dtype=getattr(torch, dtype)), {"grid": grid, "dtype": dtype}
         if not model.num_codes:
-            _, moment_channels, *sides = grid
+            _, moment_channels, *places = grid
             channels = moment_channels if args.latent == "moments" else moment_channels // 2
-            row_settings = {"grid": [channels, *sides], "dtype": DTYPES[args.latent_dtype]}
+            row_settings = {"grid": [channels, *places], "dtype": DTYPES[args.latent_dtype]}
         compute = functools.partial(encode_batches, load, images.describe, encode=self._encode, **options)
         return empty, row_settings, images, compute
 
@@ -327,6 +351,8 @@ class VideoCoder:
         from tandem.training.noise import Noise
         from tandem.training.visuals.videos import can_write_mp4
 
+        if model.channels != 3:
+            raise ValueError(f"{args.model} has {model.channels} channels, and films have 3")
         if args.format == "mp4" and not can_write_mp4():
             raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
         self._model, self._args, self._processes = model, args, processes
@@ -408,7 +434,7 @@ class VideoCoder:
         videos = run_model(self._processes, self._args.precision, "decoding", stream, values)
         return videos[0].transpose(0, 1)
 
-    def open(self, side: int) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
+    def open(self, sides: Sides) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
         """See `ImageCoder.open`. A row, also for the writer, is [h', w'] of codes or [channels, h', w'] of latents; if
         videos keep their shape, [] or [channels]."""
         import torch
@@ -422,11 +448,13 @@ class VideoCoder:
         from tandem.models.layers.video.blocks import check_side
 
         model, args = self._model, self._args
-        check_side("--image_size", side, model.pixels_per_code)
-        longest = MAX_ASPECT_RATIO * side if args.keep_aspect else side
-        require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
+        height, width = height_and_width(sides)
+        for side in (height, width):
+            check_side("--image_size", side, model.pixels_per_code)
+        longest = MAX_ASPECT_RATIO * min(height, width) if args.keep_aspect else width
+        require_room(f"a piece of a video of {longest} x {height} pixels", PIECE_FRAMES, 3, height, longest)
         # num_frames is the length of the films of demo:moving; `read_frames` reads whole videos.
-        videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._rates)
+        videos = open_videos(args.video_folder, image_size=sides, num_frames=DEMO_FRAMES, **self._rates)
         clips: Any = videos.fields[0]
         multiple = model.pixels_per_code if args.keep_aspect else None
 
@@ -436,8 +464,8 @@ class VideoCoder:
         options: dict[str, Any] = {"frames_per_code": model.frames_per_code}
         options |= {"num_threads": self._threads, "keep_aspect": args.keep_aspect}
         options["open_stream"] = self._open_encoding
-        channels, _, *sides = model.latent_shape(1, side, side)
-        grid, dtype = [] if args.keep_aspect else sides, str(code_dtype(model.num_codes))
+        channels, _, *places = model.latent_shape(1, height, width)
+        grid, dtype = [] if args.keep_aspect else places, str(code_dtype(model.num_codes))
         if not model.num_codes:
             grid, dtype = [2 * channels if args.latent == "moments" else channels, *grid], DTYPES[args.latent_dtype]
         empty = torch.zeros(0, *grid, dtype=getattr(torch, dtype))
@@ -501,17 +529,19 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     with processes.raise_on_all_ranks():
         model, coder, model_settings = open_coder(args, processes)
         processes.heartbeat("listing the samples", is_uninterrupted=True)
-        side, kind = args.image_size or model.image_size, coder.kind
-        empty, row_settings, samples, compute = coder.open(side)
+        sides, kind = args.image_size or model.image_size, coder.kind
+        empty, row_settings, samples, compute = coder.open(sides)
         names = [samples.name(index) for index in range(len(samples))]
         parts = time_ranges(samples.source)  # of files, if a manifest states parts
     if samples.skipped:
         processes.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
-        text = f"the square in the middle of each of the {kind} is encoded, at {side} x {side} pixels"
+        shape = "square" if len(set(height_and_width(sides))) == 1 else "part of this shape"
+        text = f"the {shape} in the middle of each of the {kind} is encoded, at {sides_text(sides)} pixels"
         if args.keep_aspect:
-            sides_text = f"and both sides are cut to multiples of {model.pixels_per_code}"
-            text = f"{kind} keep their shape: the shorter side becomes {side} pixels, {sides_text}"
+            cut_text = f"and both sides are cut to multiples of {model.pixels_per_code}"
+            side = min(height_and_width(sides))
+            text = f"{kind} keep their shape: the shorter side becomes {side} pixels, {cut_text}"
         elif kind == "videos":
             text += " (--keep_aspect keeps their shape)"
         if kind == "videos":
@@ -519,7 +549,7 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         processes.say(text)
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **model_settings, "num_codes": model.num_codes, **row_settings, "image_size": side,
+        "task": "encode", **model_settings, "num_codes": model.num_codes, **row_settings, "image_size": sides,
         kind: len(names), "names_sha256": names_sha256([*names, *parts]), f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)

@@ -29,13 +29,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
-from tandem.config.converters import FILE, FOLDER, NAME, PATH, pixels, positive_float, size
+from tandem.config.converters import FILE, FOLDER, NAME, PATH, picture_sides, positive_float, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted, error_text
 from tandem.io.writing import write_atomically
 from tandem.launch import fetch_model, inference_parser, start_inference
+from tandem.sides import Sides, height_and_width
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.load import default_weights_path, resolve
 from tandem.weights.origin import find_run, read_run_arguments
@@ -63,9 +64,9 @@ HEADINGS = {
 LISTS = ("channel_means", "channel_deviations", "spectrum", "image_spectrum")  # of --latents, in the JSON file alone
 # --resize -> how images are resized to the side of the models' images, before the centre crop.
 RESIZES = {
-    "ours": "shorter side resized to {} pixels (bilinear, antialiased)",
-    "taming": "shorter side resized to {} pixels (bilinear, not antialiased)",
-    "adm": "halved by a box filter while twice as large, then shorter side resized to {} pixels (bicubic, antialiased)",
+    "ours": "{} (bilinear, antialiased)",
+    "taming": "{} (bilinear, not antialiased)",
+    "adm": "halved by a box filter while twice as large, then {} (bicubic, antialiased)",
 }
 _VIDEOS_ONLY = given("video_folder", "PATH")
 _FILES_ONLY = Requirement("image_folder", "PATH", lambda args: not (args.image_folder or "demo:").startswith("demo:"))
@@ -86,7 +87,8 @@ class Config:
         "videos, its --num_frames is then the default", FOLDER, metavar="RUN")
     output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
         "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
-    image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="method")
+    image_size: Sides | None = flag(None, "sides of the centre crop (default: the first model's)", picture_sides,
+        title="method")
     resize: str = flag("ours", "how images are resized: ours is bilinear, antialiased; taming is not antialiased, as "
         "in taming-transformers, Open-MAGVIT2 and IBQ; adm halves by a box filter first, as in LlamaGen",
         choices=tuple(RESIZES), requires=_FILES_ONLY)
@@ -170,7 +172,11 @@ def open_models(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, 
     models, device = {name: open_model(name, *kinds) for name in args.model}, processes.device
     first = models[args.model[0]].model
     args.image_size, args.channels = args.image_size or first.image_size, first.channels
-    shape = (args.channels, *([args.num_frames] if args.video_folder else []), args.image_size, args.image_size)
+    sides = height_and_width(args.image_size)
+    shape = (args.channels, *([args.num_frames] if args.video_folder else []), *sides)
+    colour_flags = [f"--{name}" for name in ("fid_weights", "fvd_weights", "lpips_weights") if getattr(args, name)]
+    if args.channels != 3 and colour_flags:
+        raise ValueError(f"{colour_flags[0]}: its network takes 3 channels, and {args.model[0]} has {args.channels}")
     for name, trained in models.items():
         try:
             reconstruct(trained.model.to(device), torch.zeros(1, *shape, device=device), processes, args.precision)
@@ -187,7 +193,8 @@ def open_samples(args: argparse.Namespace) -> SampleDataset:
     options = {"channels": args.channels, "resize": args.resize}
     if not args.held_out_of:
         if args.video_folder:
-            return open_videos(args.data, image_size=args.image_size, num_frames=args.num_frames)
+            sizes = {"image_size": args.image_size, "num_frames": args.num_frames}
+            return open_videos(args.data, channels=args.channels, **sizes)
         return open_images(args.data, image_size=args.image_size, **options)
     sizes = {"image_size": args.image_size, "num_frames": args.num_frames}
     try:
@@ -245,7 +252,7 @@ def data_change_lines(name: str, run: Path, fingerprint: str | None) -> list[str
 
 
 def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The pixels of a sample, uint8 (1, ...), and its note: index, checksum, and a list for the measurements."""
+    """The pixels of a sample, (1, ...), and its note: index, checksum, and a list for the measurements."""
     (pixels,) = samples.load(index).values()
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
@@ -363,7 +370,7 @@ def open_networks(args: argparse.Namespace, processes: ProcessGroup) -> tuple[An
     from tandem.training.metrics import fid
 
     device, heartbeat = processes.device, partial(processes.heartbeat, "fetching weights")
-    lpips = load_lpips(args.lpips_weights, args.image_size, device, heartbeat)
+    lpips = load_lpips(args.lpips_weights, min(height_and_width(args.image_size)), device, heartbeat)
     weights = (
         fetch_file(INCEPTION, heartbeat) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
     )
@@ -462,7 +469,9 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         samples = open_samples(args)
         trained_on, lines = compare_with_training(args, samples) if processes.is_root else ({}, [])
-        preparation = RESIZES[args.resize].format(args.image_size) + ", then the centre cropped"
+        height, width = height_and_width(args.image_size)
+        side_text = f"shorter side resized to {height}" if height == width else f"resized to cover {height} x {width}"
+        preparation = RESIZES[args.resize].format(f"{side_text} pixels") + ", then the centre cropped"
         make_quality: Any = reconstruction.ReconstructionQuality
         if args.video_folder:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
@@ -482,7 +491,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(feature_statistics.FeatureStatistics, network, dim, device)
     model_features = {name: features() for name in models if network}
-    latent_measures, zeros = {}, torch.zeros(1, args.channels, args.image_size, args.image_size, device=device)
+    latent_measures, zeros = {}, torch.zeros(1, args.channels, height, width, device=device)
     for name, trained in models.items():
         if args.latents and not trained.model.num_codes:
             encode = encoder_of(trained.model, args, processes)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
 from tandem.config.converters import FILE, non_negative_float, positive_float
@@ -26,6 +26,7 @@ from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RunFlags, start_flag
 from tandem.launch import start_training, training_parser
+from tandem.sides import height_and_width
 from tandem.weights.load import init_model
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -59,14 +60,15 @@ class ScriptFlags:
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        side, halvings, layers = args.image_size, args.image_size.bit_length() - 1, args.num_layers
-        if halvings < layers:
-            parser.error(
-                f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; "
-                "raise --image_size or lower --num_layers"
-            )
-        if side != 1 << halvings:
-            parser.error(f"--image_size {side} is not a power of two; use {1 << halvings} or {2 << halvings}")
+        for side in height_and_width(args.image_size):
+            halvings, layers = side.bit_length() - 1, args.num_layers
+            if halvings < layers:
+                parser.error(
+                    f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; "
+                    "raise --image_size or lower --num_layers"
+                )
+            if side != 1 << halvings:
+                parser.error(f"--image_size {side} is not a power of two; use {1 << halvings} or {2 << halvings}")
         if args.reinmax and not args.straight_through:
             parser.error("--reinmax refines the gradient of --straight_through; give both")
         if args.starting_temp < args.temp_min:
@@ -93,12 +95,12 @@ def build_model(config: Config) -> models.DiscreteVAE:
 def train(config: Config, backend: distributed.Backend) -> None:
     import torch
 
-    from tandem.weights.formats.dalle import save_dalle
+    from tandem.weights.formats.dalle import has_dalle_shape, save_dalle
 
     processes, device = backend.processes, backend.processes.device
     with processes.raise_on_all_ranks():  # if this fails on one process, all end
         model = build_model(config).to(device)
-    feed = data.image_data(config, processes, model.channels)
+    feed = data.image_data(config, processes)
     run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True), name="vae")
@@ -134,8 +136,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
     )
     codes_folder = f"{config.output_dir}/codes"
     autocast = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
+    exports: dict[str, Any] = {"vae-final.pt": save_dalle} if has_dalle_shape(model.config) else {}
     evaluation = training.Evaluation(
-        vae, ema, write={"model": models.DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
+        vae, ema, write={"model": models.DiscreteVAE.save_pretrained, **exports},
         validate=autocast(validate), draw=autocast(draw), watch=alarm.check,
         next_command=("encode.py", "--image_folder", data_path(config), "--output", codes_folder),
     )  # fmt: skip

@@ -27,6 +27,7 @@ from tandem.config.models.taming import LatentLossFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
+from tandem.sides import height_and_width
 from tandem.weights.load import init_discriminator, init_model, load_vision
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -100,7 +101,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         generator, discriminator = build_model(config).to(device), build_discriminator(config).to(device)
         heartbeat = partial(processes.heartbeat, "fetching weights")
         inception = training.load_inception(config.fid_weights, device, heartbeat)
-        options: Any = {"side": config.image_size, "device": device, "heartbeat": heartbeat}
+        options: Any = {"side": min(height_and_width(config.image_size)), "device": device, "heartbeat": heartbeat}
         perceptual = models.load_perceptual(
             config.perceptual, config.perceptual_weights, gram=config.gram_loss_weight > 0, **options
         )

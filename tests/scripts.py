@@ -430,8 +430,7 @@ def shared_state(run: Path) -> dict[str, Tensor]:
 
 def validation_images(args: argparse.Namespace) -> Tensor:
     """The validation split of an image script, float32 in [0, 1], in order."""
-    channels = 4 if getattr(args, "transparent", False) else 3
-    images = open_images(args.image_folder, image_size=args.image_size, channels=channels, seed=args.seed)
+    images = open_images(args.image_folder, image_size=args.image_size, channels=args.channels, seed=args.seed)
     valid = split_samples(len(images), args.valid_fraction, 0, args.seed, batch_size=args.batch_size).valid
     return torch.stack([to_unit_range(images.load(valid[i])["images"]) for i in range(len(valid))])
 

@@ -168,3 +168,21 @@ def test_decoded_images_are_the_reconstructions_to_8_bits(case, source, tmp_path
     assert found.shape == (9, SIZE, SIZE, made.channels) and len(np.unique(found)) > 20
     # Half a level of rounding; the rest is fp32, as batches of 9 and of 3, and scaling, change the last bits.
     assert np.abs(found - exact).max() <= 0.5 + 1e-3
+
+
+def test_images_of_five_channels_that_are_not_square_are_decoded_to_arrays(tmp_path):
+    (tmp_path / "arrays").mkdir()
+    for number in range(5):
+        noise = np.random.default_rng(number).integers(0, 1 << 16, (5, 20, 40))
+        np.save(tmp_path / "arrays" / f"{number}.npy", noise.astype(np.uint16))
+    model, flags = saved(tmp_path / "model", made := vqgan(channels=5)), ("--image_size", "16x32")
+    for _ in range(2):  # the second command goes on with the files of the first
+        codes = TOKENIZE.fill(model, tmp_path / "arrays", tmp_path / "codes", *flags)
+    folder = decode(model, codes, tmp_path / "images")
+    images = open_images(str(tmp_path / "arrays"), image_size=(16, 32), channels=5)
+    originals = torch.stack([images.load(index)["images"] for index in range(5)])
+    with torch.no_grad():
+        expected = made.decode(made.encode(originals)).clamp(0, 1)
+    found = np.stack([np.load(folder / f"{number}.npy") for number in range(5)])
+    assert found.shape == (5, 5, 16, 32)
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)  # batches of another size round differently

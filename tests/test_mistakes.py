@@ -37,7 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = {
         "vqgan": vqgan(), "kl": autoencoder(), "unscaled": vqgan(quantizer="kl"), "vae": vae(), "mulan": mulan(),
         "other_mulan": mulan(1), "tokenizer": video_tokenizer(), "rgba": vqgan(channels=4),
-        "grey": autoencoder(channels=1), "grey_vqgan": vqgan(channels=1),
+        "grey": autoencoder(channels=1),
         "discriminator": Discriminator.from_dict({"dim": 8}),
     }  # fmt: skip
     for name, model in models.items():

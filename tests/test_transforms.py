@@ -34,6 +34,15 @@ def test_three_quarters_keep_a_slope():
     torch.testing.assert_close(shrunk, expected.expand(1, 1, 6, 6))
 
 
+def test_what_is_not_square_is_turned_by_halves_alone():
+    x = pictures(2, 3, 8, 12)
+    turned = Transform(4, torch.tensor([0, 2]))(x)
+    assert torch.equal(turned, torch.stack([x[0], x[1].flip((-2, -1))]))
+    half = Transform(2, torch.tensor([0, 2]))(x)
+    torch.testing.assert_close(half, turned.unflatten(3, (6, 2)).unflatten(2, (4, 2)).mean((3, 5)))
+    assert possible_sizes(8, 12) == [4, 3, 2, 1] and possible_sizes(8, 6) == [4, 2] and possible_sizes(1, 4) == [4]
+
+
 @pytest.mark.parametrize("quarters", [4, 3, 2, 1])
 def test_every_frame_of_a_video_is_changed_as_an_image(quarters):
     videos, transform = pictures(2, 3, 5, 8, 8), Transform(quarters, torch.tensor([1, 3]))

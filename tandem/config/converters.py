@@ -78,6 +78,7 @@ MAX_COUNT = 1 << 22
 size, size_or_0 = _bounded_int(MAX_COUNT), _bounded_int(MAX_COUNT, minimum=0)
 width = _bounded_int(MAX_COUNT, metavar="DIM")
 pixels, pixels_or_0 = _bounded_int(1 << 14, metavar="PIXELS"), _bounded_int(1 << 14, minimum=0, metavar="PIXELS")
+channel_count = _bounded_int(16)
 worker_count, thread_count = _bounded_int(1024, minimum=0), _bounded_int(1024)
 digit_count = _bounded_int(18, metavar="DIGITS")
 
@@ -127,6 +128,16 @@ class Joined(Generic[T]):
         return self.separator.join(map(str, values))
 
 
+class SidesConverter(Joined[int]):
+    """Converter of a number of pixels, the side of squares, or HEIGHTxWIDTH: "256" -> 256, "256x384" -> (256, 384)."""
+
+    def __call__(self, text: str) -> Any:
+        if text.count(self.separator) > 1:
+            raise argparse.ArgumentTypeError(f"expected a side, or HEIGHTxWIDTH, got {quoted(text)}")
+        sides = super().__call__(text)
+        return sides[0] if len(set(sides)) == 1 else sides
+
+
 class Names:
     """Converter of "none" or a comma list of `known` names, upper or lower case, to a sorted tuple of unique names."""
 
@@ -161,6 +172,7 @@ two_fractions = Joined("B1,B2", ",", fraction, count=2)
 # A smaller crop has few pixels, because frames are read at little more than the size that the model takes.
 _area = _bounded_float(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
 area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
+picture_sides = SidesConverter("SIDE|HEIGHTxWIDTH", "x", pixels)
 templates = Joined("TEXT|...", "|", _check_template)
 words = Joined("WORD,...", ",", str)
 # Updates, counted from 1, the last one included.

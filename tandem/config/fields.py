@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tandem.io.renamed import FORMER_SETTINGS
+from tandem.io.renamed import FORMER_SETTINGS, FORMER_SWITCHES
 
 DATA = "DATA"  # in a `Requirement`, stands for the script's flag for the training data, its `data_flag`
 
@@ -145,7 +145,7 @@ def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any
     for former_name, (present_name, convert_value) in FORMER_SETTINGS.items():
         if present_name == name:
             former_options = {**options, "type": _compose(convert_value, options["type"])} if convert else options
-            if "choices" in options:  # it was a switch
+            if former_name in FORMER_SWITCHES:
                 former_options = {"action": "store_const", "const": convert_value(True)}
             former = group.add_argument(f"--{former_name}", dest=name, default=default, **former_options)
             former.help = argparse.SUPPRESS

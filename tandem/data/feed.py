@@ -327,5 +327,5 @@ def split_seed_of(args: Any) -> int:
 
 
 def to_unit_range(images: Tensor) -> Tensor:
-    """uint8 in [0, 255] -> float32 in [0, 1], same shape and device."""
-    return images.to(torch.float32).div_(255)
+    """uint8 in [0, 255] -> float32 in [0, 1], same shape and device; floats stay as they are."""
+    return images if images.is_floating_point() else images.to(torch.float32).div_(255)

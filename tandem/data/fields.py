@@ -19,9 +19,10 @@ from tandem.data.sources.demo import FRAMES_PER_SECOND
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
 from tandem.data.sources.user_dataset import ITEM
 from tandem.hashing import Draws, derive_key
+from tandem.sides import Sides
 
 from .bad_samples import BadDatasetItem
-from .decoding import items, sounds, videos
+from .decoding import channels, items, sounds, videos
 from .tokenizers import Tokenizer
 
 TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
@@ -51,18 +52,17 @@ class Field:
 
 @dataclass(frozen=True)
 class ImageField(Field):
-    """ "images": uint8 (channels, image_size, image_size).
+    """ "images": (channels, height, width) of `image_size`, uint8, or with `channels` other than 3 float32 in [0, 1].
 
     Args:
-        channels: 3 (RGB) or 4 (RGBA).
+        channels: 3 (RGB), or another number, see `decode_channels`.
         flip: Whether half of the augmented images are mirrored left to right.
-        enlarge: Whether images whose shorter side has fewer than `image_size` pixels are enlarged; else they are
-            `SampleIncomplete`.
+        enlarge: Whether images with fewer pixels are enlarged; else they are `SampleIncomplete`.
         crop: How augmented images are cropped; others get the centre crop. Images of a demonstration are not cropped.
         resize: How images that are not augmented are resized (`decode_image`).
     """
 
-    image_size: int
+    image_size: Sides
     channels: int = 3
     flip: bool = False
     seed: int = 0
@@ -71,18 +71,33 @@ class ImageField(Field):
     resize: str = PILLOW_BILINEAR
 
     def __post_init__(self) -> None:
-        if self.channels not in (3, 4):
-            raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
+        if self.channels != 3 and self.resize != PILLOW_BILINEAR:
+            raise ValueError(f"--resize {self.resize} is for images of 3 channels, not {self.channels}; leave it out")
 
     _columns: ClassVar = (*items.IMAGE_NAMES, "jpg", "jpeg", "png", "webp")
-    spec: ClassVar[FieldSpec] = FieldSpec("image", "image", IMAGE_ENDINGS, _columns, feature="Image")
+
+    @property
+    def spec(self) -> FieldSpec:
+        if self.channels == 3:
+            return FieldSpec("image", "image", IMAGE_ENDINGS, self._columns, feature="Image")
+        return FieldSpec("image", "image", channels.ENDINGS, (*self._columns, "npy", "tif", "tiff"), feature="Image")
+
+    def content(self, record: Record) -> Any:
+        if self.channels != 3 and ITEM in record:
+            return items.channels_of(record[ITEM])
+        return super().content(record)
 
     from_item = staticmethod(items.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        choose_square, content = self.crop.square_chooser(epoch, index), self.content(record)
-        options: dict[str, Any] = {"choose_square": choose_square} if augment else {"resize": self.resize}
-        if isinstance(content, FileRef):
+        choose_box, content = self.crop.box_chooser(epoch, index), self.content(record)
+        options: dict[str, Any] = {"choose_box": choose_box} if augment else {"resize": self.resize}
+        if self.channels != 3:
+            if callable(content):
+                image = content(self.image_size, self.channels) / 255
+            else:
+                image = channels.decode_channels(content, self.image_size, self.channels, options.get("choose_box"))
+        elif isinstance(content, FileRef):
             image = decode_image(content, self.image_size, self.channels, enlarge=self.enlarge, **options)
         elif isinstance(content, Image.Image):
             image = decode_picture(content, self.image_size, self.channels, enlarge=self.enlarge, **options)
@@ -93,7 +108,7 @@ class ImageField(Field):
 
 @dataclass(frozen=True)
 class OneFrameField(ImageField):
-    """ "videos": images as clips of one frame, uint8 (channels, 1, image_size, image_size)."""
+    """ "videos": images as clips of one frame, (channels, 1, height, width)."""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         return {"videos": super().load(record, index, epoch, augment)["images"][:, None]}
@@ -101,11 +116,13 @@ class OneFrameField(ImageField):
 
 @dataclass(frozen=True)
 class ClipField(Field):
-    """ "videos": uint8 (3, num_frames, image_size, image_size), see `videos.ClipDecoder`; an image is a video of one
-    frame. `flip`: whether half of the augmented clips are mirrored left to right."""
+    """ "videos": uint8 (3, num_frames, height, width), see `videos.ClipDecoder`; an image is a video of one frame. Of
+    items of a user's dataset with `channels` other than 3: float32 (channels, num_frames, height, width) in [0, 1].
+    `flip`: whether half of the augmented clips are mirrored left to right."""
 
     clips: videos.ClipDecoder
     flip: bool = False
+    channels: int = 3
 
     @property
     def spec(self) -> FieldSpec:
@@ -147,9 +164,14 @@ class ClipField(Field):
 
     def _make_clip(self, video: items.VideoItem, index: int, epoch: int, augment: bool) -> Tensor:
         fraction = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
-        pictures = [video.picture(number) for number in self._frame_numbers(video, fraction)]
-        size, choose_square = self.clips.image_size, self.clips.crop.square_chooser(epoch, index) if augment else None
-        frames = (decode_picture(picture, size, 3, choose_square=choose_square) for picture in pictures)
+        numbers = self._frame_numbers(video, fraction)
+        size, choose_box = self.clips.image_size, self.clips.crop.box_chooser(epoch, index) if augment else None
+        if self.channels == 3:
+            pictures = map(video.picture, numbers)
+            frames = (decode_picture(picture, size, 3, choose_box=choose_box) for picture in pictures)
+        else:
+            arrays = (video.frames[number] for number in numbers)
+            frames = (channels.decode_channels(array, size, self.channels, choose_box) for array in arrays)
         return self.clips.to_clip([frame.permute(1, 2, 0).numpy() for frame in frames])
 
     def _frame_numbers(self, video: items.VideoItem, fraction: float) -> list[int]:

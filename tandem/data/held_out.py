@@ -46,7 +46,7 @@ def split_of_run(run: argparse.Namespace, **image_options: Any) -> DataSplit:
     """The split of the current data of a run with these arguments; `image_options`: see `image_opener`. Raises
     ValueError, in one line, if there are no such samples or too few."""
     is_video = run.data_flag == "video_folder"
-    open_set = video_opener(run) if is_video else image_opener(run, **image_options)
+    open_set = video_opener(run) if is_video else image_opener(run, **{"channels": run.channels, **image_options})
     spec = data_of(run, run.data_flag)
     samples = open_set(spec)
     train, *other_splits = make_split(samples, run, str(spec))
@@ -56,7 +56,7 @@ def split_of_run(run: argparse.Namespace, **image_options: Any) -> DataSplit:
     if run.valid_folder:
         held_out_samples = ConcatSamples(held_out_samples, open_set(run.valid_folder))
     if is_video and run.image_folder:
-        train_samples = ConcatSamples(train_samples, image_opener(run)(run.image_folder))
+        train_samples = ConcatSamples(train_samples, image_opener(run, channels=run.channels)(run.image_folder))
     return DataSplit(train_samples, held_out_samples, samples.fingerprint)
 
 

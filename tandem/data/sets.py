@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from tandem.data.sources.opening import open_source
 from tandem.data.sources.record import FieldSpec, RecordSource
 from tandem.data.sources.user_dataset import DatasetSpec, UserDatasetSource, data_of
 from tandem.io.installed import require_packages
+from tandem.sides import Sides, height_and_width, sides_text
 
 from .decoding import sounds, videos
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
@@ -86,26 +88,31 @@ def image_opener(args: Any, **options: Any) -> Callable[..., SampleDataset]:
     return partial(open_images, **_picture_options(args, args.image_size), **options)
 
 
-def image_data(args: Any, processes: ProcessGroup, channels: int = 3) -> TrainingData:
-    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `TrainingData` raises."""
-    return _open_feed(image_opener(args, channels=channels), args, processes, "image_folder", "image")
+def image_data(args: Any, processes: ProcessGroup) -> TrainingData:
+    """The feed of a script that trains on images. Raises what `TrainingData` raises."""
+    return _open_feed(image_opener(args, channels=args.channels), args, processes, "image_folder", "image")
 
 
-def _picture_options(args: Any, image_size: int) -> dict[str, Any]:
+def _picture_options(args: Any, image_size: Sides) -> dict[str, Any]:
     """The arguments of `ImageField` and `videos.ClipDecoder` that follow from the flags."""
     crop = Crop(args.crop, args.crop_area, args.seed)
     return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
 
 
-def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **options: Any) -> SampleDataset:
+def open_videos(
+    spec: Spec, *, image_size: Sides, num_frames: int, flip: bool = False, channels: int = 3, **options: Any
+) -> SampleDataset:
     """A set of clips, "videos", in which an image is a video of one frame: see `open_records` for `spec` and what is
-    raised, `ClipField` for `flip`, and `videos.ClipDecoder` for the others."""
-    if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
+    raised, `ClipField` for `flip` and `channels`, and `videos.ClipDecoder` for the others."""
+    if channels != 3 and not isinstance(spec, DatasetSpec):
         raise ValueError(
-            f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
+            f"films have 3 channels, and the model takes {channels}: only a run's --dataset can have others"
         )
+    if (n_bytes := channels * num_frames * math.prod(height_and_width(image_size))) > _LARGEST_CLIP_BYTES:
+        text = f"a clip of {num_frames} frames of {sides_text(image_size)} pixels takes {n_bytes / 1e9:.3g} GB"
+        raise ValueError(f"{text}: lower one of them")
     clips = videos.ClipDecoder(image_size, num_frames, **options)
-    fields = [ClipField(clips, flip)]
+    fields = [ClipField(clips, flip, channels)]
     source = open_records(spec, [fields[0].spec], "moving", clips.seed)
     if not isinstance(source, DemoSource | UserDatasetSource):
         require_packages("reading video files (PyAV)", "av", extra="video")
@@ -114,7 +121,7 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
 
 def video_opener(args: Any) -> Callable[..., SampleDataset]:
     """A function that opens sets of clips by the flags of a run."""
-    names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
+    names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts", "channels")
     clip_options = {name: getattr(args, name) for name in names}
     return partial(open_videos, **_picture_options(args, args.image_size), **clip_options)
 
@@ -125,7 +132,7 @@ def video_data(args: Any, processes: ProcessGroup) -> TrainingData:
     feed_options = dict[str, Any]()
     if args.image_folder:
         sources = f"{data_of(args, 'video_folder')} and {args.image_folder}"
-        open_second = partial(image_opener(args), args.image_folder, OneFrameField)
+        open_second = partial(image_opener(args, channels=args.channels), args.image_folder, OneFrameField)
         feed_options = {"open_second": open_second, "second_every": args.image_every, "source": sources}
     return _open_feed(video_opener(args), args, processes, "video_folder", "clip", **feed_options)
 

@@ -24,8 +24,11 @@ def logarithm(value: Any) -> float:
 FORMER_SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "init_temperature": ("init_logit_scale", logarithm),
     "centred": ("normalize_input", lambda value: value),
+    "transparent": ("channels", lambda value: 4 if value else 3),
     "scaled": ("normalize", lambda value: "scale" if value else "none"),
 }
+#: Those among them that were switches and are none any more.
+FORMER_SWITCHES = ("scaled", "transparent")
 #: Former name of a weight or a buffer in a state dict -> its name.
 FORMER_WEIGHTS = {"tau": "logit_scale", "quantizer.moments": "quantizer.latent_stats"}
 #: Statistics in a state dict that earlier versions did not measure. They start at 0.

@@ -13,6 +13,7 @@ from tandem.config.autoencoder_training import DISCRIMINATOR, discriminator_trai
 from tandem.config.models.autoencoders import discriminator_flags
 from tandem.io.reading import read_bytes, read_json_or_empty
 from tandem.io.writing import delete, write_atomically
+from tandem.sides import height_and_width
 from tandem.training.checkpoint.listing import step_of
 from tandem.training.run_folder.starts import script_of
 
@@ -260,7 +261,8 @@ def init_discriminator(model_class: Any, args: Any, **more: Any) -> Any:
     from tandem.models import build_in_memory
 
     torch.manual_seed(args.seed)
-    discriminator = build_in_memory(model_class, dim=args.discr_dim, layers=args.discr_layers, **more)
+    sizes = {"dim": args.discr_dim, "layers": args.discr_layers, "channels": args.channels}
+    discriminator = build_in_memory(model_class, **sizes, **more)
     if args.init_from and args.init_discriminator:
         with with_user_name(args.init_from):
             pretrained = load_discriminator(default_weights_path(Path(args.init_from)))
@@ -272,7 +274,7 @@ def init_discriminator(model_class: Any, args: Any, **more: Any) -> Any:
             )
         if pretrained:
             discriminator.load_state_dict(pretrained.state_dict())
-    discriminator.check_side(args.image_size)
+    discriminator.check_side(min(height_and_width(args.image_size)))
     return discriminator
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import RandomResizedCrop
 
-from tandem.data.decoding.images import Crop, Square, decode_image
+from tandem.data.decoding.images import Box, Crop, center_box, decode_image, decode_picture
 from tandem.data.sets import open_conditioned, open_images, open_videos
 from tandem.data.sources.record import FileRef
 from tandem.hashing import Draws
@@ -47,8 +47,8 @@ def test_regions_reach_every_edge_of_the_picture():
 
 
 def test_a_random_square_is_everywhere_where_it_fits_equally_often():
-    found = [Crop("random", seed=3).square_chooser(0, index)(45, 40) for index in range(N)]
-    assert {square.side for square in found} == {40} and {square.top for square in found} == {0}
+    found = [Crop("random", seed=3).box_chooser(0, index)(45, 40, 32, 32) for index in range(N)]
+    assert {square.width for square in found} == {40} and {square.top for square in found} == {0}
     counts = np.bincount([int(square.left) for square in found], minlength=6)
     assert len(counts) == 6
     assert ((counts - N / 6) ** 2 / (N / 6)).sum() < 25.7  # chi-squared with 5 degrees of freedom: once in 10,000
@@ -60,11 +60,11 @@ def test_the_square_is_a_largest_one_of_its_region_and_in_its_middle_unless_it_i
     is_in_the_middle = []
     for index in range(200):
         left, top, across, down = crop.region(300, 200, Draws("square", 1, 2, index))
-        square = crop.square_chooser(2, index)(300, 200)
-        assert square.side == min(across, down)
-        assert left <= square.left <= left + across - square.side and top <= square.top <= top + down - square.side
+        square = crop.box_chooser(2, index)(300, 200, 32, 32)
+        assert square.width == square.height == min(across, down)
+        assert left <= square.left <= left + across - square.width and top <= square.top <= top + down - square.height
         is_in_the_middle.append(
-            (square.left, square.top) == (left + (across - square.side) / 2, top + (down - square.side) / 2)
+            (square.left, square.top) == (left + (across - square.width) / 2, top + (down - square.width) / 2)
         )
     assert all(is_in_the_middle) is (place == "center")
 
@@ -83,7 +83,7 @@ def test_a_random_square_of_an_image_is_cut_in_training_alone(tmp_path, width, h
     images = open_images(str(tmp_path), image_size=40, seed=5, crop=crop)
     begins = set()
     for epoch in range(20):
-        left, top, _ = map(int, crop.square_chooser(epoch, 0)(width, height))
+        left, top, *_ = map(int, crop.box_chooser(epoch, 0)(width, height, 40, 40))
         image = images.load(0, epoch, augment=True)["images"]
         assert torch.equal(image[0, 0], torch.arange(left, left + 40).to(torch.uint8))
         assert torch.equal(image[1, :, 0], torch.arange(top, top + 40).to(torch.uint8))
@@ -100,8 +100,8 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
     pixels = np.stack([np.tile(smooth, (320, 1)), np.tile(smooth[:, None], (1, 320)), np.full((320, 320), 90)], 2)
     path = tmp_path / f"a.{ending}"
     Image.fromarray(pixels.astype(np.uint8)).save(path, **({"quality": 100} if ending == "jpg" else {}))
-    square = Square(100, 40, 160)
-    found = decode_image(FileRef(str(path)), 32, 3, choose_square=lambda width, height: square)
+    square = Box(100, 40, 160, 160)
+    found = decode_image(FileRef(str(path)), 32, 3, choose_box=lambda *sides: square)
     expected = Image.open(path).resize((32, 32), Image.Resampling.BILINEAR, box=(100, 40, 260, 200))
     difference = np.abs(found.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
@@ -114,12 +114,38 @@ def test_a_region_of_a_turned_image_is_turned(tmp_path):
         exif[0x0112] = 6  # to be turned by a quarter, clockwise
         image.save(tmp_path / "b.png", exif=exif)
 
-    def choose_square(width: int, height: int) -> Square:
-        return Square(width - 40, 0, 40)
+    def choose_box(width: int, height: int, *sample_sides: int) -> Box:
+        return Box(width - 40, 0, 40, 40)
 
     files = [FileRef(str(tmp_path / f"{name}.png")) for name in "ab"]
-    plain, turned = (decode_image(file, 40, 3, choose_square=choose_square) for file in files)
+    plain, turned = (decode_image(file, 40, 3, choose_box=choose_box) for file in files)
     assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
+
+
+@pytest.mark.parametrize(("width", "height", "box"), [(90, 40, (5, 0, 80, 40)), (50, 60, (0, 17.5, 50, 25))])
+def test_a_part_that_is_not_square_is_the_largest_in_the_middle(width, height, box, tmp_path):
+    assert center_box(width, height, 32, 16) == box
+    found = decode_image(FileRef(str(places(tmp_path / "a.png", width, height))), (16, 32), 3)
+    left, top, across, down = box
+    edges = (left, top, left + across, top + down)
+    expected = Image.open(tmp_path / "a.png").resize((32, 16), Image.Resampling.BILINEAR, box=edges)
+    assert torch.equal(found, torch.from_numpy(np.asarray(expected).copy()).permute(2, 0, 1))
+    for index in range(50):
+        w, h, (x, y, a, b) = width, height, Crop("random").box_chooser(0, index)(width, height, 32, 16)
+        assert (a, b) == box[2:] and 0 <= x <= w - a and 0 <= y <= h - b
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "tiff"])
+def test_an_image_on_its_side_is_cut_as_the_upright_one(ending, tmp_path):
+    path, exif = places(tmp_path / f"a.{ending}", 90, 40), Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(path) as image:
+        upright = image.transpose(Image.Transpose.ROTATE_270)
+        image.save(tmp_path / f"b.{ending}", exif=exif, **({"quality": 95} if ending in ("jpg", "webp") else {}))
+    found = decode_image(FileRef(str(tmp_path / f"b.{ending}")), (64, 40), 3).int()
+    difference = (found - decode_picture(upright, (64, 40), 3).int()).abs()
+    tolerance = 40 if ending in ("jpg", "webp") else 0  # these lose something when they are saved once more
+    assert difference.max() <= tolerance and difference.float().mean() < 4
 
 
 def test_nothing_smaller_than_the_pictures_to_draw_is_cut_out(tmp_path):

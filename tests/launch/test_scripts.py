@@ -63,13 +63,14 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         f"vqgan-{quantizer}": ("train_vqgan", {**ADVERSARIAL, "quantizer": quantizer, **more})
         for quantizer, more in {
             # With `perceptual_weights`, an untrained VGG16.
-            "lfq": {"perceptual": "vgg", "gram_loss_weight": 1}, "vq": {}, "fsq": {"fsq_levels": "4,4,4"},
-            "bsq": MASKBIT, "ibq": MASKBIT,
+            "lfq": {"perceptual": "vgg", "gram_loss_weight": 1}, "vq": {"channels": 4, "image_size": "16x24"},
+            "fsq": {"fsq_levels": "4,4,4"}, "bsq": MASKBIT, "ibq": MASKBIT,
         }.items()
     },
     "taming-kl": (
         "train_vqgan",
-        {**ADVERSARIAL, **TAMING, "quantizer": "kl", "equivariance_weight": 0.5, "latent_noise": 2},
+        {**ADVERSARIAL, **TAMING, "quantizer": "kl", "equivariance_weight": 0.5, "latent_noise": 2,
+         "image_size": "16x24"},
     ),
     "taming-vq": (
         "train_vqgan",

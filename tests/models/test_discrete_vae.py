@@ -74,7 +74,7 @@ def test_without_noise_and_temperature_noise_is_zero_and_the_temperature_is_1() 
 @pytest.mark.parametrize("is_transparent", [False, True])
 def test_colours_are_normalised_and_alpha_is_left_as_it_is(is_transparent: bool) -> None:
     channels = 4 if is_transparent else 3
-    model, images = small_vae(transparent=is_transparent), some_images(channels=channels)
+    model, images = small_vae(channels=channels), some_images(channels=channels)
     mean, deviation = [0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 1.0]
     means, deviations = (torch.tensor(values[:channels])[:, None, None] for values in (mean, deviation))
     target = (images - means) / deviations

@@ -183,7 +183,7 @@ TAMING = {
 }  # fmt: skip
 #: Flags that choose a model, an objective or a sampler, with what they need; `without` those that do not go with them.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "train_vae": [{"smooth_l1_loss": None}, {"straight_through": None, "reinmax": None}, {"transparent": None}],
+    "train_vae": [{"smooth_l1_loss": None}, {"straight_through": None, "reinmax": None}, {"channels": 4}],
     "train_vqgan": [
         *({"quantizer": name} for name in ("lfq", "bsq", "ibq")),
         {"quantizer": "fsq", "fsq_levels": "4,4,4"},

@@ -54,7 +54,7 @@ def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_
     settings = {**parser.settings(args), **SECRETS}
     shown = public_settings(parser, settings, parser.fixed_on_resume)
     assert not {"image_folder", "output_dir", "init_from", "run_name", "wandb_project"} & shown.keys()
-    assert shown["learning_rate"] == 1e-3 and shown["precision"] == "fp32" and shown["transparent"] is False
+    assert shown["learning_rate"] == 1e-3 and shown["precision"] == "fp32" and shown["channels"] == 3
     assert public_settings(parser, {"image_folder": "demo:shapes:64"}, ()) == {"image_folder": "demo:shapes:64"}
     others = {"deepspeed_config": {"nvme_path": "/home/alice"}, "max_steps": None, "fsq_levels": [8, "/home"]}
     assert public_settings(parser, others, others.keys()) == {}

@@ -139,3 +139,20 @@ def test_a_model_of_diffusers_is_read_and_written_back_and_computes_the_same(cas
     assert ours_written == expected
     assert_same_bits(back, theirs)
     assert_compute_the_same(ours, back.eval(), case)
+
+
+def test_pictures_of_four_channels_that_are_not_square_are_those_of_diffusers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"dim": 8, "ch_mult": [1, 2], "num_resnet_blocks": [1], "norm_groups": 4}
+    ours = VQGAN(VQGAN.Config(body="taming", quantizer="kl", channels=4, image_size=(16, 24), **sizes)).eval()
+    FORMATS["diffusers"].save(ours, tmp_path)
+    theirs = importlib.import_module("diffusers").AutoencoderKL.from_pretrained(tmp_path)
+    assert (theirs.config.in_channels, theirs.config.out_channels, theirs.config.sample_size) == (4, 4, [16, 24])
+    pictures = torch.rand(2, 4, 16, 24)
+    latents = ours.encode(pictures)
+    assert latents.shape == (2, 4, 8, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.encode(2 * pictures - 1).latent_dist.mean, latents, rtol=1e-4, atol=1e-5)
+        expected = (theirs.decode(latents).sample + 1) / 2
+        torch.testing.assert_close(ours.decode(latents), expected, rtol=1e-4, atol=1e-5)
+    assert load_model(tmp_path).config.items() >= {"channels": 4, "image_size": [16, 24]}.items()

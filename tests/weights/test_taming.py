@@ -76,6 +76,7 @@ def test_what_a_configuration_says_for_users_of_the_weights_comes_back_and_means
     for said, expected in (
         ({"sample_size": 512, "force_upcast": False}, (512, False)),
         ({"sample_size": 64, "force_upcast": True}, (64, True)),
+        ({"sample_size": [48, 80], "force_upcast": True}, ([48, 80], True)),
         ({}, (256, case == "sd")),
     ):
         config = {name: value for name, value in stored(case, "config").items() if name not in SAID_TO_USERS}

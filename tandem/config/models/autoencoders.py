@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.converters import (
+    channel_count,
     fraction,
     non_negative_float,
-    pixels,
+    picture_sides,
     positive_float,
     size,
     size_or_0,
@@ -20,6 +21,7 @@ from tandem.config.converters import (
     width,
 )
 from tandem.config.fields import ModelConfig, Requirement, above_0, flag, specs_of, when
+from tandem.sides import Sides
 
 from .taming import BodyConfig, LatentConfig
 
@@ -43,6 +45,8 @@ _VQ_DECAY_WITH_INIT_FROM = 0.99
 _ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # the quantizers with an entropy loss
 WAN = "wan"
 _IS_WAN, _HAS_LAYERS = when("body", WAN), when("body", "layers")
+# Flags of networks that take pictures of 3 channels alone.
+_COLOURS_ONLY = ("lpips_weights", "fid_weights", "fvd_weights", "align_with")
 _WAN_DIM = 96  # of Wan 2.1; 2.2 has 160, and 256 in the decoder
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
@@ -58,13 +62,41 @@ def check_choices(config: ModelConfig) -> None:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
 
 
+def image_size_flag(default: int, of: str) -> Any:
+    """The flag --image_size of a model of pictures or videos."""
+    return flag(default, f"side, or height x width, of {of}", picture_sides, fixed_on_resume=True, title="images")
+
+
+def channels_flag(help: str) -> Any:
+    """The flag --channels; runs of earlier versions may have no such setting."""
+    return flag(3, help, channel_count, architecture=True, fixed_on_resume=lambda channels: channels or 3)
+
+
+_CHANNELS = (
+    "channels of the images, 1 to 16. 3: colours. Another number: .npy arrays, TIFFs and grey pictures that have so "
+    "many, in their full depth: whole numbers are divided by the maximum of their type, floats are from 0 to 1. 4 also "
+    "reads other files as RGBA, opaque without alpha, with colours that are not multiplied by alpha. samples/ shows 1 "
+    "as grey, 4 as RGBA before a checkerboard, and the first 3 of others (of 2, the first)"
+)
+
+
+def check_channels(args: argparse.Namespace, parser: Any) -> None:
+    """Refuse networks for colours beside another number of channels."""
+    if args.channels != 3:
+        given_flags = [f"--{name}" for name in _COLOURS_ONLY if getattr(args, name, None)]
+        if getattr(args, "perceptual", "none") != "none":
+            given_flags.append(f"--perceptual {args.perceptual}")
+        if given_flags:
+            parser.error(f"--channels {args.channels}: leave out {given_flags[0]}, whose network takes 3 channels")
+
+
 @dataclass
 class DiscreteVAEConfig(ModelConfig):
     """Configuration of a `DiscreteVAE`."""
 
-    image_size: int = flag(128, "side of the images; a power of two", pixels, fixed_on_resume=True, title="images")
-    transparent: bool = flag(False, "images of 4 channels, RGBA, instead of 3", title="model", architecture=True)
-    num_tokens: int = flag(8192, "size of the codebook", size, architecture=True)
+    image_size: Sides = image_size_flag(128, "the images; powers of two")
+    channels: int = channels_flag(_CHANNELS)
+    num_tokens: int = flag(8192, "size of the codebook", size, architecture=True, title="model")
     num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, architecture=True)
     num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, architecture=True)
     codebook_dim: int = flag(512, "width of a codebook entry", width, architecture=True, aliases="emb_dim")
@@ -194,9 +226,8 @@ class RecomputingConfig(ModelConfig):
 class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VQGAN`."""
 
-    image_size: int = flag(
-        256, "side of the images; a multiple of 2^num_layers", pixels, fixed_on_resume=True, title="images"
-    )
+    image_size: Sides = image_size_flag(256, "the images; multiples of 2^num_layers")
+    channels: int = channels_flag(_CHANNELS)
     dim: int = flag(
         128, "channels at full resolution; muse: a halving doubles them", width, title="model", architecture=True
     )
@@ -221,10 +252,10 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
         architecture=True,
         requires=when("body", "muse"),
     )
-    channels: int = 3
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
+        check_channels(args, parser)
         *finer, coarsest = args.num_resnet_blocks
         if not any(finer):  # "0,0,1" is "1", that of the coarsest level
             args.num_resnet_blocks = (coarsest,)
@@ -273,6 +304,7 @@ class VideoDiscriminatorConfig(ModelConfig):
 
     dim: int
     layers: int = 4
+    channels: int = 3
     frame_head: str = "muse"
 
 
@@ -316,12 +348,9 @@ class WanConfig(ModelConfig):
 class VideoTokenizerConfig(WanConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Configuration of a `VideoTokenizer`."""
 
-    image_size: int = flag(
-        128,
-        "side of the frames; a multiple of the pixels of a code: patch_size x 2^halvings",
-        pixels,
-        fixed_on_resume=True,
-        title="images",
+    image_size: Sides = image_size_flag(128, "the frames; multiples of the side of a code: patch_size x 2^halvings")
+    channels: int = channels_flag(
+        "channels of the frames, 1 to 16; files and demo:moving have 3, and --dataset may have others"
     )
     layers: str = flag(
         _LAYERS,
@@ -397,3 +426,8 @@ class VideoTokenizerConfig(WanConfig, LatentConfig, QuantizerConfig, Recomputing
     def validate(cls, args: argparse.Namespace, parser: Any) -> None:
         if args.body == WAN and "init_dim" not in args.explicit:
             args.init_dim = _WAN_DIM
+        check_channels(args, parser)
+        if args.channels != 3 and not args.dataset:
+            parser.error(
+                f"--channels {args.channels}: films have 3 channels; give --dataset, whose frames may have others"
+            )

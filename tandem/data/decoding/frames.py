@@ -1,4 +1,5 @@
-"""Conversion of decoded video frames to upright RGB pictures, square or in the aspect ratio of the video."""
+"""Conversion of decoded video frames to upright RGB pictures of a given shape or in the aspect ratio of
+the video."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .images import ChooseSquare, check_aspect_ratio
+from tandem.sides import Sides, height_and_width
+
+from .images import ChooseBox, center_box, check_aspect_ratio
 
 Picture = npt.NDArray[np.uint8]
 
@@ -25,24 +28,25 @@ class FrameConverter:
     because FFmpeg allocates megabytes for each converter.
 
     Args:
-        side: The result is (side, side, 3): the centre crop, or the square that `choose_square` returns.
+        image_size: The result is (height, width, 3): the centre crop, or the part that `choose_box` returns.
         pixel_width: Width over height of a pixel of the video.
         is_opaque: Whether alpha is ignored.
-        multiple: Without `choose_square`: the result is (height, width, 3) in the aspect ratio of the video (see
-            `check_aspect_ratio`), resized so that the shorter side is `side`, and cropped to multiples of this number.
+        multiple: Without `choose_box`: the result is (height, width, 3) in the aspect ratio of the video (see
+            `check_aspect_ratio`), resized so that the shorter side is that of `image_size`, and cropped to multiples of
+            this number.
     """
 
     def __init__(
         self,
-        side: int,
+        image_size: Sides,
         pixel_width: float,
-        choose_square: ChooseSquare | None = None,
+        choose_box: ChooseBox | None = None,
         is_opaque: bool = False,
         multiple: int | None = None,
     ) -> None:
         from av.video.reformatter import VideoReformatter
 
-        self._side, self._pixel_width, self._choose_square = side, pixel_width, choose_square
+        self._image_size, self._pixel_width, self._choose_box = height_and_width(image_size), pixel_width, choose_box
         self._is_opaque, self._multiple = is_opaque, multiple
         self._resize, self._to_rgba = VideoReformatter().reformat, VideoReformatter().reformat
 
@@ -53,19 +57,28 @@ class FrameConverter:
         sides = image.width * self._pixel_width, image.height
         if self._multiple:
             check_aspect_ratio(*sides)
-        square = self._choose_square(*(max(1, round(side)) for side in sides)) if self._choose_square else None
-        shorter = square.side if square else min(sides)
-        width, height = (max(self._side, round(side * self._side / shorter)) for side in sides)
-        method = "AREA" if shorter > self._side else "BICUBIC"
+        out_height, out_width = self._image_size
+        if self._multiple:
+            out_height = out_width = min(self._image_size)
+        elif out_height != out_width and _turn_upright(np.empty((1, 2)), image).shape == (2, 1):
+            out_height, out_width = out_width, out_height
+        if self._choose_box:
+            box = self._choose_box(max(1, round(sides[0])), max(1, round(sides[1])), out_width, out_height)
+        else:
+            box = center_box(*sides, out_width, out_height)
+        width = max(out_width, round(sides[0] * out_width / box.width))
+        height = max(out_height, round(sides[1] * out_height / box.height))
+        method = "AREA" if box.width > out_width else "BICUBIC"
         resized = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
         pixels = resized.to_ndarray()
-        if square:
-            origins = (round(start * self._side / shorter) for start in (square.top, square.left))
-            top, left = (min(start, length - self._side) for start, length in zip(origins, pixels.shape, strict=False))
-            pixels = pixels[top : top + self._side, left : left + self._side]
+        if self._choose_box:
+            top = min(round(box.top * out_height / box.height), height - out_height)
+            left = min(round(box.left * out_width / box.width), width - out_width)
+            pixels = pixels[top : top + out_height, left : left + out_width]
         picture: Picture = _turn_upright(pixels, frame.image)
-        multiple = self._multiple
-        rows, columns = (side // multiple * multiple if multiple else self._side for side in picture.shape[:2])
+        rows, columns = self._image_size
+        if self._multiple:
+            rows, columns = (side // self._multiple * self._multiple for side in picture.shape[:2])
         top, left = (picture.shape[0] - rows) // 2, (picture.shape[1] - columns) // 2
         return picture[top : top + rows, left : left + columns]
 

@@ -1,5 +1,5 @@
-"""Decoding of an image file to a square uint8 tensor; the crops of images and of the frames of clips; and the random
-flip for training."""
+"""Decoding of an image file to a uint8 tensor of a given height and width; the crops of images and of the frames of
+clips; and the random flip for training."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tandem.data.bad_samples import SampleIncomplete, report_partial_read
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws, derive_key
 from tandem.io.reading import LONGEST_BEGINNING, error_text, open_regular, wrong_kind_text
+from tandem.sides import Sides, height_and_width
 
 from .colours import to_resizable_mode, to_srgb
 
@@ -37,7 +38,7 @@ FORMATS = {
     "PPM": (".ppm", ".pgm", ".pbm"),
 }
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
-_EXIF_ORIENTATION = 0x0112
+_EXIF_ORIENTATION, _LAST_UPRIGHT = 0x0112, 4  # with a larger orientation, height and width change places
 MAX_ASPECT_RATIO = 4  # the largest ratio of sides with --keep_aspect; it limits the memory
 PILLOW_BILINEAR = "ours"  # resizing as in training: Pillow's antialiased bilinear filter
 _BUFFER_BYTES = 1 << 16  # Pillow reads a JPEG in pieces of this size
@@ -63,24 +64,41 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-class Square(NamedTuple):
-    """A square of a picture, in its pixels."""
+class Box(NamedTuple):
+    """A rectangle of a picture, in its pixels."""
 
     left: float
     top: float
-    side: float
+    width: float
+    height: float
 
 
-ChooseSquare = Callable[[int, int], Square]  # width and height of a picture -> the square that becomes the sample
+# Width and height of a picture, width and height of the sample -> the part of the picture that becomes the sample.
+ChooseBox = Callable[[int, int, int, int], Box]
+
+
+def largest_box(width: float, height: float, sample_width: int, sample_height: int) -> tuple[float, float]:
+    """Width and height of the largest part of a picture that has the shape of a sample."""
+    if sample_width == sample_height:  # without a rounding error
+        return min(width, height), min(width, height)
+    if width * sample_height <= height * sample_width:
+        return width, width * sample_height / sample_width
+    return height * sample_width / sample_height, height
+
+
+def center_box(width: float, height: float, sample_width: int, sample_height: int) -> Box:
+    """The `largest_box` in the middle of a picture."""
+    w, h = largest_box(width, height, sample_width, sample_height)
+    return Box((width - w) / 2, (height - h) / 2, w, h)
 
 
 @dataclass(frozen=True)
 class Crop:
     """How training crops pictures, at random by (seed, epoch, index): first a region of the picture is chosen, then the
-    largest square in it.
+    largest part of it that has the shape of the sample, such as a square.
 
     Args:
-        place: Where in the region the square is taken: in the "center", or at a "random" place.
+        place: Where in the region this part is taken: in the "center", or at a "random" place.
         area: The smallest and the largest area of the region, as a share of the picture; None: the region is the whole
             picture. The region is drawn as by torchvision's RandomResizedCrop: the area uniformly, the logarithm of
             width over height uniformly from log 3/4 to log 4/3, then the place uniformly; after ten draws that do not
@@ -93,19 +111,21 @@ class Crop:
     seed: int = 0
     min_side: int = 1
 
-    def square_chooser(self, epoch: int, index: int) -> ChooseSquare | None:
-        """The function that chooses the square of a sample in an epoch, the same for all pictures of one size; None for
+    def box_chooser(self, epoch: int, index: int) -> ChooseBox | None:
+        """The function that chooses the part of a sample in an epoch, the same for all pictures of one size; None for
         the centre crop, the decoders' default."""
         is_plain = self.place == "center" and self.area is None
-        return None if is_plain else functools.partial(self._draw_square, epoch, index)
+        return None if is_plain else functools.partial(self._draw_box, epoch, index)
 
-    def _draw_square(self, epoch: int, index: int, width: int, height: int) -> Square:
+    def _draw_box(self, epoch: int, index: int, width: int, height: int, *sample_sides: int) -> Box:
         draws = Draws("square", self.seed, epoch, index)
         left, top, w, h = self.region(width, height, draws)
-        side = min(w, h)
         if self.place == "random":
-            return Square(left + draws.below(w - side + 1), top + draws.below(h - side + 1), side)
-        return Square(left + (w - side) / 2, top + (h - side) / 2, side)
+            box_w, box_h = largest_box(w, h, *sample_sides)
+            x, y = (draws.below(math.floor(room) + 1) for room in (w - box_w, h - box_h))
+            return Box(left + x, top + y, box_w, box_h)
+        box = center_box(w, h, *sample_sides)
+        return box._replace(left=left + box.left, top=top + box.top)
 
     def region(self, width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
         """Left, top, width and height of the region in a picture of this size."""
@@ -133,8 +153,8 @@ def check_aspect_ratio(width: float, height: float) -> None:
         )
 
 
-def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -> Tensor:
-    """Image file -> uint8 (channels, image_size, image_size), see `decode_picture` for the arguments.
+def decode_image(ref: FileRef, image_size: Sides, channels: int, **options: Any) -> Tensor:
+    """Image file -> uint8 (channels, height, width), see `decode_picture` for the arguments.
 
     Raises OSError if the file cannot be opened, and what `decode_picture` raises. With Pillow's LOAD_TRUNCATED_IMAGES,
     a truncated file is decoded as far as possible; the rest is black or grey.
@@ -142,7 +162,7 @@ def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -
     with open_regular(ref.path) if ref.is_local_file else open_range(ref) as handle:
         file = io.BufferedReader(handle, _BUFFER_BYTES) if isinstance(handle, io.RawIOBase) else handle
         try:
-            with _open_image(file) as image:
+            with open_picture(file) as image:
                 picture = decode_picture(image, image_size, channels, **options)
                 if _has_more_pictures(image):
                     report_partial_read("it holds several pictures, of which the first is read")
@@ -153,7 +173,7 @@ def decode_image(ref: FileRef, image_size: int, channels: int, **options: Any) -
             stripped_file = _strip_png(file)
             if stripped_file is None:
                 raise
-            with contextlib.suppress(ValueError), _open_image(stripped_file) as image:
+            with contextlib.suppress(ValueError), open_picture(stripped_file) as image:
                 return decode_picture(image, image_size, channels, **options)
             raise
 
@@ -179,7 +199,8 @@ def _strip_png(file: Any) -> io.BytesIO | None:
     return io.BytesIO(b"".join(chunks))
 
 
-def _open_image(file: Any) -> Image.Image:
+def open_picture(file: Any) -> Image.Image:
+    """The picture in an open file, not decoded yet. Raises ValueError, in one line, if it is none of `FORMATS`."""
     try:
         return Image.open(file, formats=tuple(FORMATS))
     except UnidentifiedImageError:
@@ -195,44 +216,50 @@ def _open_image(file: Any) -> Image.Image:
 
 def decode_picture(
     image: Image.Image,
-    image_size: int,
+    image_size: Sides,
     channels: int,
     enlarge: bool = True,
-    choose_square: ChooseSquare | None = None,
+    choose_box: ChooseBox | None = None,
     resize: str = PILLOW_BILINEAR,
     multiple: int | None = None,
 ) -> Tensor:
-    """Picture, decoded or an open file -> uint8 (channels, image_size, image_size), upright, in sRGB.
+    """Picture, decoded or an open file -> uint8 (channels, height, width) of `image_size`, upright, in sRGB.
 
     Args:
         channels: 3: RGB, with white behind transparent pixels; 4: RGBA, opaque if the picture has no alpha.
-        enlarge: Whether a picture whose shorter side has fewer than `image_size` pixels is enlarged; else it raises
-            `SampleIncomplete`.
-        choose_square: Chooses the square that is resized; by default the shorter side is resized and the longer one
-            centre-cropped.
-        resize: PILLOW_BILINEAR or, without `choose_square`, one of RESIZES.
-        multiple: Without `choose_square` and `resize`: the result is (channels, height, width) in the aspect ratio of
-            the picture (see `check_aspect_ratio`), cropped to multiples of this number.
+        enlarge: Whether a picture with fewer pixels than `image_size` is enlarged; else it raises `SampleIncomplete`.
+        choose_box: Chooses the part that is resized; by default the largest one of this shape in the middle.
+        resize: PILLOW_BILINEAR or, without `choose_box`, one of RESIZES.
+        multiple: Without `choose_box` and `resize`: the result is (channels, height, width) in the aspect ratio of
+            the picture (see `check_aspect_ratio`), its shorter side that of `image_size`, cropped to multiples of this
+            number.
 
     Raises ValueError, in one line, if the content cannot be decoded, or has more than 179 million pixels, which Pillow
     refuses as a decompression bomb.
     """
-    if not enlarge and min(image.size) < image_size:
-        raise SampleIncomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
+    height, width = height_and_width(image_size)
+    if not enlarge and min(image.size) < min(height, width):
+        raise SampleIncomplete(f"its shorter side has {min(image.size)} pixels, fewer than {min(height, width)}")
     try:
         if resize != PILLOW_BILINEAR:
             picture = to_srgb(to_resizable_mode(image), image.info.get("icc_profile"))
-            picture = _convert_channels(_turn_upright(picture, image), channels)
-            return _to_tensor(_crop_center(RESIZES[resize](picture, image_size), image_size))
-        left, top, side = _set_draft(image, image_size, choose_square)
-        box, size = (left, top, left + side, top + side), (image_size, image_size)
+            picture = _convert_channels(turn_upright(picture, image), channels)
+            return _to_tensor(_crop_center(RESIZES[resize](picture, width, height), width, height))
+        is_turned = width != height and _orientation_before_decoding(image) > _LAST_UPRIGHT
+        size = (height, width) if is_turned else (width, height)
+        left, top, box_width, box_height = _set_draft(image, *size, choose_box)
+        box = (left, top, left + box_width, top + box_height)
         if multiple:
-            # The square is in the middle: its margins give the width and height of the decoded picture.
-            box, size = _find_box_and_size(side + 2 * left, side + 2 * top, image_size, multiple)
+            # The box is in the middle: its margins give the width and height of the decoded picture.
+            full_size = box_width + 2 * left, box_height + 2 * top
+            box, size = _find_box_and_size(*full_size, min(height, width), multiple)
         # Pillow weights colours by alpha when it resizes.
         picture = to_resizable_mode(image).resize(size, Image.Resampling.BILINEAR, box=box)
         picture = to_srgb(picture, image.info.get("icc_profile"))
-        return _to_tensor(_convert_channels(_turn_upright(picture, image), channels))
+        pixels = _to_tensor(_convert_channels(turn_upright(picture, image), channels))
+        if not multiple and pixels.shape[1:] != (height, width):
+            raise ValueError("it says after its pixels that it lies on its side: save it upright")
+        return pixels
     except Exception as error:
         raise ValueError(error_text(error)) from error
 
@@ -242,7 +269,17 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
-def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
+def _orientation_before_decoding(image: Image.Image) -> int:
+    """The orientation that the metadata of an open file state; 1, upright, for a TIFF, whose sides Pillow gives as
+    those of the turned picture, and if a PNG states it after its pixels."""
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):  # getexif would decode the PNG
+        return 1
+    with contextlib.suppress(Exception):
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    return 1
+
+
+def turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
     """The picture, made from the image, turned by the orientation that the image's metadata state."""
     try:  # only after decoding, because for a PNG getexif decodes the pixels and ignores errors
         orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
@@ -251,20 +288,20 @@ def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
     return picture.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else picture
 
 
-def _set_draft(image: Image.Image, size: int, choose_square: ChooseSquare | None) -> Square:
-    """Set Pillow to decode a JPEG at 1/2, 1/4 or 1/8 of its size, if the square of the crop then still has `size`
-    pixels. Returns the square, in decoded pixels: the decoder rounds up, e.g. 375 pixels at 1/2 become 188, of which
-    the image covers 187.5."""
-    full_size = image.size
-    square = choose_square(*full_size) if choose_square else None
-    target_size = size if square is None else math.ceil(size * min(full_size) / square.side)
-    draft = image.draft(None, (target_size, target_size))
+def _set_draft(image: Image.Image, sample_width: int, sample_height: int, choose_box: ChooseBox | None) -> Box:
+    """Set Pillow to decode a JPEG at 1/2, 1/4 or 1/8 of its size, if the crop then still has the pixels of the sample.
+    Returns the crop, in decoded pixels: the decoder rounds up, e.g. 375 pixels at 1/2 become 188, of which the image
+    covers 187.5."""
+    full_size, sample_size = image.size, (sample_width, sample_height)
+    box = (choose_box or center_box)(*full_size, *sample_size)
+    shorter = min(full_size)
+    target = max(math.ceil(sample_width * shorter / box.width), math.ceil(sample_height * shorter / box.height))
+    draft = image.draft(None, (target, target))
     width, height = draft[1][2:] if draft else full_size  # draft: (mode, (0, 0, width, height))
-    if square is None:
-        side = min(width, height)
-        return Square((width - side) / 2, (height - side) / 2, side)
+    if choose_box is None:
+        return center_box(width, height, *sample_size)
     scale = width / full_size[0]
-    return Square(*(scale * length for length in square))
+    return Box(*(scale * length for length in box))
 
 
 def _find_box_and_size(
@@ -289,34 +326,37 @@ def _to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
 
 
-def _resize_as_taming(picture: Image.Image, side: int) -> Image.Image:
-    """The shorter side becomes `side` by bilinear interpolation of the four nearest pixels, without antialiasing:
-    albumentations' SmallestMaxSize, as in taming-transformers, Open-MAGVIT2 and IBQ. Values differ by at most one level
-    from OpenCV's, whose weights have 11 bits."""
-    width, height = _size_by_shorter_side(picture, side)
+def _resize_as_taming(picture: Image.Image, width: int, height: int) -> Image.Image:
+    """The shorter side becomes that of the sample by bilinear interpolation of the four nearest pixels, without
+    antialiasing: albumentations' SmallestMaxSize, as in taming-transformers, Open-MAGVIT2 and IBQ. Values differ by at
+    most one level from OpenCV's, whose weights have 11 bits."""
+    width, height = _size_that_covers(picture, width, height)
     pixels = torch.from_numpy(np.array(picture)).movedim(2, 0)[None].float()
     resized = functional.interpolate(pixels, (height, width), mode="bilinear", align_corners=False).round().byte()
     return Image.fromarray(resized[0].movedim(0, 2).numpy())
 
 
-def _resize_as_adm(picture: Image.Image, side: int) -> Image.Image:
-    """Halved by a box filter while the shorter side is at least twice `side`, then resized by Pillow's bicubic filter:
-    center_crop_arr of guided-diffusion, as in LlamaGen."""
-    while min(picture.size) >= 2 * side:
+def _resize_as_adm(picture: Image.Image, width: int, height: int) -> Image.Image:
+    """Halved by a box filter while the shorter side is at least twice that of the sample, then resized by Pillow's
+    bicubic filter: center_crop_arr of guided-diffusion, as in LlamaGen."""
+    while picture.width >= 2 * width and picture.height >= 2 * height:
         picture = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BOX)
-    return picture.resize(_size_by_shorter_side(picture, side), Image.Resampling.BICUBIC)
+    return picture.resize(_size_that_covers(picture, width, height), Image.Resampling.BICUBIC)
 
 
-def _size_by_shorter_side(picture: Image.Image, side: int) -> tuple[int, int]:
-    """Width and height of the picture whose shorter side is `side`."""
-    scale = side / min(picture.size)
+def _size_that_covers(picture: Image.Image, width: int, height: int) -> tuple[int, int]:
+    """Width and height of the smallest picture of this shape that covers a sample."""
+    scale = max(width / picture.width, height / picture.height)
     return round(picture.width * scale), round(picture.height * scale)
 
 
-def _crop_center(picture: Image.Image, side: int) -> Image.Image:
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    return picture.crop((left, top, left + side, top + side))
+def _crop_center(picture: Image.Image, width: int, height: int) -> Image.Image:
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return picture.crop((left, top, left + width, top + height))
 
 
-#: Other ways to resize a picture by its shorter side, by name: (picture, pixels of the shorter side) -> picture.
-RESIZES: dict[str, Callable[[Image.Image, int], Image.Image]] = {"taming": _resize_as_taming, "adm": _resize_as_adm}
+#: Other ways to resize a picture until it covers a sample, by name: (picture, width and height of the sample) -> it.
+RESIZES: dict[str, Callable[[Image.Image, int, int], Image.Image]] = {
+    "taming": _resize_as_taming,
+    "adm": _resize_as_adm,
+}

@@ -67,8 +67,17 @@ def image_of(item: Any) -> Image.Image:
     return _to_picture(item_part(item, *IMAGE_NAMES), item, _IMAGE)
 
 
+def channels_of(item: Any) -> Image.Image | np.ndarray:
+    """The picture of an item for `decode_channels`."""
+    part = item_part(item, *IMAGE_NAMES)
+    array = part if isinstance(part, Image.Image) else as_array(part)
+    if array is None:
+        raise item_error(item, "a PIL image, or a tensor or array whose channels come first (c, h, w)")
+    return array
+
+
 class VideoItem(NamedTuple):
-    """An item that is a video, and its frames (t, c, h, w), c 1, 3 or 4, uint8 or floats."""
+    """An item that is a video, and its frames (t, c, h, w), uint8 or floats; for `picture`, c is 1, 3 or 4."""
 
     item: Any
     frames: np.ndarray

@@ -1,4 +1,4 @@
-"""Decoding of a video file to a clip of a fixed number of square frames, reading no more of the file than it needs.
+"""Decoding of a video file to a clip of a fixed number and shape of frames, reading no more of the file than it needs.
 
 Only time stamps decide which frame is shown when; the number of frames and the frame rate in a header are used only to
 choose where a clip begins. A clip costs the decoding of all frames from the last key frame before it (`ffmpeg -g 24`
@@ -24,9 +24,10 @@ from tandem.data.bad_samples import SampleSkipped
 from tandem.data.sources.record import FileRef, open_range
 from tandem.hashing import Draws
 from tandem.io.reading import LONGEST_BEGINNING, counted, error_text, wrong_kind_text
+from tandem.sides import Sides
 
 from .frames import Frame, FrameConverter, Picture
-from .images import CENTER, ChooseSquare, Crop, decode_image
+from .images import CENTER, ChooseBox, Crop, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
@@ -42,10 +43,10 @@ _DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
 
 @dataclass(frozen=True)
 class ClipDecoder:
-    """Cuts clips of `num_frames` square frames out of video files; in training `seed` places them.
+    """Cuts clips of `num_frames` frames of one shape out of video files; in training `seed` places them.
 
     Args:
-        image_size: Side of a frame in pixels: the shorter side of the video is resized to it, the longer one cropped.
+        image_size: Sides of a frame in pixels: the largest part of this shape in the middle of the video is resized.
         fps: Frames per second of a clip, or None to take every `frame_stride`-th frame of the file.
         short_clips: What to do with a video shorter than a clip: "repeat" it, "hold" its last frame, or "skip" it as
             `SampleSkipped`.
@@ -54,7 +55,7 @@ class ClipDecoder:
         crop: How all frames of a clip are cropped in training; else the centre crop.
     """
 
-    image_size: int
+    image_size: Sides
     num_frames: int
     fps: float | None = None
     frame_stride: int = 1
@@ -64,27 +65,27 @@ class ClipDecoder:
     crop: Crop = CENTER
 
     def load(self, ref: FileRef, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), a clip between
+        """Video, or image as a video of one frame -> uint8 (3, num_frames, height, width), a clip between
         start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine its place; else it is
         the middle.
 
         Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
         """
-        choose_square = self.crop.square_chooser(epoch, index) if augment else None
+        choose_box = self.crop.box_chooser(epoch, index) if augment else None
         if ref.name.lower().endswith(IMAGE_ENDINGS):
-            image = decode_image(ref, self.image_size, 3, choose_square=choose_square)
+            image = decode_image(ref, self.image_size, 3, choose_box=choose_box)
             frames = [image.permute(1, 2, 0).numpy()]
         else:
             at_keyframe = augment and self.clip_starts == "keyframe"
             fraction = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
             with open_video(ref) as video:
-                frames = self._decode_clip(video, ref, fraction, at_keyframe, choose_square)
+                frames = self._decode_clip(video, ref, fraction, at_keyframe, choose_box)
         return self.to_clip(frames)
 
     def frames(self, ref: FileRef, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8 (3,
-        image_size, image_size), at the fps or frame_stride of clips. Each comes with a rate in frames per second, None
-        for an image: `fps` if that is set; the rate in the headers over frame_stride, as long as all time stamps so far
+        height, width), at the fps or frame_stride of clips. Each comes with a rate in frames per second, None for an
+        image: `fps` if that is set; the rate in the headers over frame_stride, as long as all time stamps so far
         are within half a frame of it; else the mean rate so far. With `multiple`, (3, height, width) in the aspect
         ratio of the file, see `FrameConverter`. Raises what `load` raises."""
         if ref.name.lower().endswith(IMAGE_ENDINGS):
@@ -98,7 +99,7 @@ class ClipDecoder:
                 if picture.shape != shape:
                     raise ValueError(
                         f"its shape changes: frame {number} would be {picture.shape[1]} x {picture.shape[0]} pixels "
-                        f"large, those before {shape[1]} x {shape[0]}; without --keep_aspect all become square"
+                        f"large, those before {shape[1]} x {shape[0]}; without --keep_aspect all get one shape"
                     )
                 elapsed = time - first
                 is_steady = is_steady and abs(elapsed - number * step) < step / 2
@@ -109,7 +110,7 @@ class ClipDecoder:
                 video.require_end()
 
     def _decode_clip(
-        self, video: Video, ref: FileRef, fraction: float, at_keyframe: bool, choose_square: ChooseSquare | None
+        self, video: Video, ref: FileRef, fraction: float, at_keyframe: bool, choose_box: ChooseBox | None
     ) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
         begin, end = video.time_range(ref)
@@ -119,7 +120,7 @@ class ClipDecoder:
         if at_keyframe:
             start = max(begin, video.keyframe_before(start))
         for attempt in itertools.count(1):
-            pictures = self._convert_frames(video, start, end, choose_square)
+            pictures = self._convert_frames(video, start, end, choose_box)
             frames = [picture for _, picture in itertools.islice(pictures, self.num_frames)]
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
@@ -132,11 +133,11 @@ class ClipDecoder:
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
     def _convert_frames(
-        self, video: Video, start: float, end: float, choose_square: ChooseSquare | None = None,
+        self, video: Video, start: float, end: float, choose_box: ChooseBox | None = None,
         multiple: int | None = None,
     ) -> Iterator[tuple[float, Picture]]:  # fmt: skip
         """The frames from time `start` to before `end`, converted by `FrameConverter`, with their times, in ticks."""
-        convert = FrameConverter(self.image_size, video.pixel_width, choose_square, video.is_opaque, multiple)
+        convert = FrameConverter(self.image_size, video.pixel_width, choose_box, video.is_opaque, multiple)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
                 if number and frame.pts >= end:
@@ -158,8 +159,8 @@ class ClipDecoder:
                 time = next(times)
             current = next_frame
 
-    def to_clip(self, frames: list[Picture]) -> Tensor:
-        """At most num_frames frames (image_size, image_size, 3) -> a clip (3, num_frames, image_size, image_size), by
+    def to_clip(self, frames: list[Any]) -> Tensor:
+        """At most num_frames frames (height, width, c) -> a clip (c, num_frames, height, width) of their type, by
         `short_clips`. Raises ValueError if there are none, and `SampleSkipped` if there are too few for "skip"."""
         n = len(frames)
         if n == 0:
@@ -167,7 +168,8 @@ class ClipDecoder:
         if n < self.num_frames and self.short_clips == "skip":
             raise SampleSkipped(f"it has {counted(n, 'frame')} for a clip of {self.num_frames} (--short_clips skip)")
         order = [i % n if self.short_clips == "repeat" else min(i, n - 1) for i in range(self.num_frames)]
-        clip = np.empty((3, self.num_frames, self.image_size, self.image_size), np.uint8)
+        rows, columns, channels = frames[0].shape
+        clip = np.empty((channels, self.num_frames, rows, columns), frames[0].dtype)
         for position, number in enumerate(order):
             clip[:, position] = frames[number].transpose(2, 0, 1)
         return torch.from_numpy(clip)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tandem.hashing import GOLDEN_GAMMA, Draws, derive_key, mix64
+from tandem.sides import Sides, height_and_width
 
 from .record import Record
 
@@ -42,10 +43,11 @@ _LONGEST_QUOTE = 60
 class DemoSource:
     """`n` samples of a demonstration, numbered. See `RecordSource`. A record holds, by its kind,
 
-    - "shapes": of one to three shapes, image(image_size, channels) -> uint8 (channels, image_size, image_size), with 3
-      or 4 channels; and "texts", {"captions": [...]}, which are true of a picture that is not mirrored;
+    - "shapes": of one to three shapes, image(image_size, channels) -> uint8 (channels, height, width): of 4 channels
+      the last is opaque alpha, of others the colours follow one another again and again; and "texts",
+      {"captions": [...]}, which are true of a picture that is not mirrored;
     - "scenes": of one shape, the same; and image_embed() -> float32 (30,), text_encodings() -> float32 (9, 32);
-    - "moving": clip(image_size, num_frames, frames_per_step) -> uint8 (3, num_frames, image_size, image_size), where
+    - "moving": clip(image_size, num_frames, frames_per_step) -> uint8 (3, num_frames, height, width), where
       frames_per_step, in frames of the scene (`FRAMES_PER_SECOND`), passes between two frames of the clip;
     - "tones": sound(sample_rate, clip_samples) -> float32 (clip_samples,) in [-1, 1]; and "texts" of four captions and
       the "label", the waveform. The first caption has the same words for all tones of equal attributes, the others use
@@ -240,9 +242,16 @@ def _make_figure(shape: str, colour: str, size: str, place: str, draws: Draws) -
     return Figure(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
 
 
-def _paint_picture(figures: list[Figure], key: Key, image_size: int, channels: int = 3) -> Tensor:
+def _cut_out(square: Tensor, image_size: Sides) -> Tensor:
+    """The middle of a square scene (..., n, n), of which one side is n: (..., height, width)."""
+    height, width = height_and_width(image_size)
+    top, left = (square.shape[-2] - height) // 2, (square.shape[-1] - width) // 2
+    return square[..., top : top + height, left : left + width].contiguous()
+
+
+def _paint_picture(figures: list[Figure], key: Key, image_size: Sides, channels: int = 3) -> Tensor:
     """Shapes on a dull colour with a gradient and two long waves of brightness, which depend on `key`."""
-    draws, grid = Draws(*key), _pixel_centers(image_size)
+    draws, grid = Draws(*key), _pixel_centers(max(height_and_width(image_size)))
     colour, x, y = _dull_colour(draws), grid[None, :], grid[:, None]
     brightness = draws.uniform(-16, 16) * (x - 0.5) + draws.uniform(-16, 16) * (y - 0.5)
     for _ in range(2):
@@ -252,8 +261,10 @@ def _paint_picture(figures: list[Figure], key: Key, image_size: int, channels: i
     picture = colour + brightness
     for figure in figures:
         paint(picture, figure)
-    image = torch.from_numpy(np.rint(picture).astype(np.uint8))
-    return torch.cat([image, torch.full_like(image[:1], 255)]) if channels == 4 else image
+    image = _cut_out(torch.from_numpy(np.rint(picture).astype(np.uint8)), image_size)
+    if channels == 4:
+        return torch.cat([image, torch.full_like(image[:1], 255)])
+    return image[[channel % 3 for channel in range(channels)]]
 
 
 # Embeddings of the caption of a scene.
@@ -350,27 +361,28 @@ def _draw_mover(draws: Draws) -> _Mover:
 
 
 def _paint_clip(
-    movers: list[_Mover], key: Key, image_size: int, num_frames: int, frames_per_step: float = 1.0
+    movers: list[_Mover], key: Key, image_size: Sides, num_frames: int, frames_per_step: float = 1.0
 ) -> Tensor:
     """Shapes, painted in order, on a dull colour with drifting long waves of brightness, which depend on `key`."""
-    draws, grid = Draws(*key), _pixel_centers(image_size)
+    side = max(height_and_width(image_size))
+    draws, grid = Draws(*key), _pixel_centers(side)
     colour, waves = _dull_colour(draws), []
     for _ in range(2):
         direction, n_waves, phase = draws.uniform(0, math.pi), draws.uniform(0.5, 1.5), draws.uniform(0, 2 * math.pi)
         k, drift = 2 * math.pi * n_waves, draws.uniform(-0.1, 0.1)
         along = (k * math.cos(direction) * grid)[None, :] + (k * math.sin(direction) * grid)[:, None]
         waves.append((along, phase, drift))
-    clip = np.empty((3, num_frames, image_size, image_size), np.uint8)
+    clip = np.empty((3, num_frames, side, side), np.uint8)
     for frame in range(num_frames):  # one by one, so that no frame's bits depend on the number of frames
         time = frame * frames_per_step
-        brightness = np.zeros((image_size, image_size), np.float32)
+        brightness = np.zeros((side, side), np.float32)
         for along, phase, drift in waves:
             brightness += 10 * np.sin(along + np.float32(phase + drift * time))
         picture = colour + brightness
         for mover in movers:
             paint(picture, mover.at(time))
         clip[:, frame] = np.rint(picture)
-    return torch.from_numpy(clip)
+    return _cut_out(torch.from_numpy(clip), image_size)
 
 
 # Sounds: a tone of some waveform and pitch, in pulses, that fades or swells; phases are integers. The tables hold the

@@ -140,8 +140,8 @@ class StoredCodes(StoredArrays):
 
 
 def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> list[list[Path]]:
-    """The output paths, one list per shard: with this ending (FRAME_FOLDER: a folder of PNGs), or .png for an image or
-    a video of one frame. See `output_names`. `frames_per_code` is None for a model of images.
+    """The output paths, one list per shard: with this ending (FRAME_FOLDER: a folder of PNGs), or .png for a video of
+    one frame. See `output_names`. `frames_per_code` is None for a model of images.
 
     Raises ValueError, in one line, if the index is damaged.
     """
@@ -152,7 +152,8 @@ def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code
                 _check_line(line, frames_per_code)
         elif codes.has_own_shapes:
             raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
-        endings = [".png" if line.get("frames", 1) == 1 else ending for line in lines]
+        is_video = frames_per_code is not None
+        endings = [".png" if is_video and line["frames"] == 1 else ending for line in lines]
     names = iter(output_names([line["path"] for line in lines], endings))
     return [[folder / next(names) for _ in shard_lines] for shard_lines in codes.by_shard]
 
@@ -191,7 +192,8 @@ def decode_images(
             yield batch
 
     paths = [path for batch_slice in batch_slices for path in files[batch_slice]]
-    save_missing(paths, pixels_of(padded_batches(), decode), num_threads)
+    is_float = any(path.suffix == ".npy" for path in paths)
+    save_missing(paths, pixels_of(padded_batches(), decode, is_float), num_threads)
 
 
 def decode_videos(
@@ -230,8 +232,9 @@ def _read_video(read: Read, line: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
-    """Write the missing or incomplete PNGs of pictures uint8 (h, w, c); `num_threads` threads compress them. If none is
-    missing, `pictures` is not iterated; it may have more items than `paths`."""
+    """Write the missing or incomplete PNGs of pictures uint8 (h, w, c), or arrays of them, .npy of any shape;
+    `num_threads` threads compress them. If none is missing, `pictures` is not iterated; it may have more items than
+    `paths`."""
     is_missing = [not is_complete(path) for path in paths]
     if any(is_missing):
         with ThreadPoolExecutor(num_threads) as pool:
@@ -242,20 +245,24 @@ def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads:
 
 def _save_image(path: Path, pixels: Tensor) -> None:
     """Write an image without fsync, which would take most of the time; after a loss of power `is_complete` finds an
-    incomplete file."""
-    with create_file(path, is_synced=False) as file:
-        Image.fromarray(pixels.numpy()).save(file, "png")
+    incomplete PNG."""
+    is_array = path.suffix == ".npy"
+    with create_file(path, is_synced=is_array) as file:
+        if is_array:
+            np.save(file, pixels.numpy())
+        else:
+            Image.fromarray(pixels.squeeze(-1).numpy()).save(file, "png")
 
 
-def pixels_of(inputs: Iterable[Any], decode: Callable[[Any], Tensor]) -> Iterator[Tensor]:
-    """The pictures uint8 (h, w, c), round(255 x) after clamping, of the images (b, c, h, w) in [0, 1], c = 3 (RGB) or 4
-    (RGBA), to which `decode` maps each input. `decode` is called when the first picture of an input is requested; on an
-    accelerator, one input earlier."""
+def pixels_of(inputs: Iterable[Any], decode: Callable[[Any], Tensor], is_float: bool = False) -> Iterator[Tensor]:
+    """The pictures uint8 (h, w, c), round(255 x) after clamping, or with `is_float` fp32 (c, h, w), clamped, of the
+    images (b, c, h, w) in [0, 1] to which `decode` maps each input. `decode` is called when the first picture of an
+    input is requested; on an accelerator, one input earlier."""
 
     def batches() -> Iterator[tuple[None, Tensor]]:
         for batch in inputs:
-            images = (decode(batch).float().clamp(0, 1) * 255).round().byte()
-            yield None, images.permute(0, 2, 3, 1).contiguous()
+            images = decode(batch).float().clamp(0, 1)
+            yield None, images if is_float else (images * 255).round().byte().permute(0, 2, 3, 1).contiguous()
 
     for _, images in on_host(batches()):
         yield from images
@@ -284,7 +291,9 @@ def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a PNG exists and ends with its end mark."""
+    """Whether a PNG exists and ends with its end mark; or a file of another kind exists."""
+    if path.suffix != ".png":
+        return path.exists()
     try:
         with open_regular(path) as file:
             size = file.seek(0, io.SEEK_END)

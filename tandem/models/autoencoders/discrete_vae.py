@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.models.base import Pretrained
-from tandem.models.layers.convolutional import ResBlock, as_square, channels_last, check_codes, check_images
+from tandem.models.layers.convolutional import ResBlock, as_grid, channels_last, check_codes, check_images
+from tandem.sides import height_and_width, sides_text
 
 
 class VAEOutput(NamedTuple):
@@ -45,7 +46,8 @@ class Codebook(nn.Embedding):
 class DiscreteVAE(Pretrained):
     """Images to a grid of codes and back; the choice of a code is relaxed by Gumbel-softmax noise while training.
 
-    Inside, colours are in [-1, 1]: they are normalised by a mean and a standard deviation of 0.5. Alpha stays as it is.
+    Inside, values are in [-1, 1]: they are normalised by a mean and a standard deviation of 0.5. Of 4 channels, the
+    last, alpha, stays as it is.
 
     Raises:
         ValueError: an image size that is no power of two or too small, a number of layers or blocks that is out of
@@ -65,14 +67,15 @@ class DiscreteVAE(Pretrained):
         if num_layers < 1 or num_resnet_blocks < 0:
             numbers = f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}"
             raise ValueError(f"{numbers}: at least 1 layer and 0 blocks")
-        _check_image_size(image_size, num_layers)
+        for side in height_and_width(image_size):
+            _check_side(side, num_layers)
         if config.reinmax and not config.straight_through:
             raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
         self.image_size, self.num_tokens, self.num_codes = image_size, num_tokens, num_tokens
-        self.channels = channels = 4 if config.transparent else 3
+        self.channels = channels = config.channels
         self.straight_through, self.reinmax = config.straight_through, config.reinmax
         self.smooth_l1_loss, self.is_kl_trained = config.smooth_l1_loss, config.kl_loss_weight > 0
-        self.grid_size = image_size // 2**num_layers
+        self.grid = [side >> num_layers for side in height_and_width(image_size)]  # rows and columns of codes
 
         widths = [channels] + [hidden_dim] * num_layers
         encoder: list[nn.Module] = [
@@ -94,7 +97,7 @@ class DiscreteVAE(Pretrained):
         self.codebook = Codebook(num_tokens, codebook_dim)
         self.encoder, self.decoder = nn.Sequential(*encoder), nn.Sequential(*decoder)
         for name, alpha_value in (("mean", 0.0), ("std", 1.0)):
-            values = torch.tensor([0.5, 0.5, 0.5, alpha_value][:channels])
+            values = torch.tensor([0.5, 0.5, 0.5, alpha_value] if channels == 4 else [0.5] * channels)
             self.register_buffer(f"_{name}", values[:, None, None], persistent=False)
 
     @property
@@ -104,8 +107,9 @@ class DiscreteVAE(Pretrained):
 
     @property
     def noise_shape(self) -> tuple[int, int, int]:
-        """Shape of one sample's Gumbel noise: (num_tokens, grid side, grid side)."""
-        return self.num_tokens, self.grid_size, self.grid_size
+        """Shape of one sample's Gumbel noise: (num_tokens, rows, columns of the grid)."""
+        rows, columns = self.grid
+        return self.num_tokens, rows, columns
 
     def forward(
         self, images: Tensor, *, noise: Tensor | None = None, temperature: float = 1.0, with_codes: bool = False
@@ -127,15 +131,15 @@ class DiscreteVAE(Pretrained):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Images (b, c, image_size, image_size) in [0, 1] -> the most likely codes, int64 (b, s, s).
+        """Images (b, c, height, width) of `image_size` in [0, 1] -> the most likely codes, int64 (b, h', w').
 
         Raises:
             ValueError: images of another size or type, or far from [0, 1].
         """
         check_images(images, self.channels)
-        if images.shape[-2:] != (self.image_size, self.image_size):
-            actual, side = "{} x {}".format(*images.shape[-2:]), self.image_size
-            raise ValueError(f"images of {actual} pixels: this model was made for {side} x {side}")
+        if images.shape[-2:] != height_and_width(self.image_size):
+            actual, expected = "{} x {}".format(*images.shape[-2:]), sides_text(self.image_size)
+            raise ValueError(f"images of {actual} pixels: this model was made for {expected}")
         return self._logits(self._normalize(images)).argmax(dim=-1)
 
     def get_codebook_indices(self, images: Tensor) -> Tensor:
@@ -150,7 +154,8 @@ class DiscreteVAE(Pretrained):
             ValueError: codes (b, n) whose n is not a square, or codes beyond the codebook.
         """
         check_codes(codes, self.num_codes)
-        embedded = rearrange(self.codebook(as_square(codes) if codes.dim() == 2 else codes), "b h w d -> b d h w")
+        grid = as_grid(codes, *self.grid) if codes.dim() == 2 else codes
+        embedded = rearrange(self.codebook(grid), "b h w d -> b d h w")
         return self._denormalize(self.decoder(embedded).float())
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -199,7 +204,7 @@ def _half_block(channels: int) -> list[nn.Module]:
     return [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
 
 
-def _check_image_size(image_size: int, num_layers: int) -> None:
+def _check_side(image_size: int, num_layers: int) -> None:
     if num_layers > 40:
         raise ValueError(f"num_layers {num_layers}: no image can be halved so often; use a small number such as 3")
     smallest = 2**num_layers

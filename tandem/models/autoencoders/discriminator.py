@@ -168,8 +168,9 @@ class VideoDiscriminator(Pretrained):
         super().__init__(config)
         if config.frame_head not in _FRAME_HEADS:
             raise ValueError(f"frame_head {config.frame_head!r} is unknown; use {', '.join(_FRAME_HEADS)}")
-        self.frame_head = _FRAME_HEADS[config.frame_head](DiscriminatorConfig(config.dim, config.layers))
-        self.clip_heads = nn.ModuleList(_ClipHead(config.dim, config.layers) for _ in _TIME_STRIDES)
+        dim, layers, channels = config.dim, config.layers, config.channels
+        self.frame_head = _FRAME_HEADS[config.frame_head](DiscriminatorConfig(dim, layers, channels))
+        self.clip_heads = nn.ModuleList(_ClipHead(dim, layers, channels) for _ in _TIME_STRIDES)
 
     def forward(self, videos: Tensor, frames: Tensor) -> list[Tensor]:
         """Videos (b, c, f, h, w) in [0, 1] and the frame of each that the frame head sees, int64 (b,) -> fp32 logits of
@@ -198,9 +199,9 @@ class _ClipHead(nn.Module):
     time. Unlike the frame head it has no convolution at full resolution, which would cost most for many frames.
     """
 
-    def __init__(self, dim: int, layers: int) -> None:
+    def __init__(self, dim: int, layers: int, channels: int) -> None:
         super().__init__()
-        widths = [3] + [dim * 2**level for level in range(layers)]
+        widths = [channels] + [dim * 2**level for level in range(layers)]
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(

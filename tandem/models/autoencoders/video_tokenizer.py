@@ -28,6 +28,7 @@ from tandem.models.layers.video.causal import CausalConv3d, Context, RMSNorm, St
 from tandem.models.layers.video.patches import from_patches, to_patches
 from tandem.models.quantizers import make_quantizer
 from tandem.models.quantizers.base import straight_through
+from tandem.sides import height_and_width
 from tandem.transforms import Transform
 
 from .base import Autoencoder
@@ -73,7 +74,6 @@ class VideoTokenizer(Autoencoder):
     """
 
     Config = VideoTokenizerConfig
-    channels = 3  # RGB
     cut_before = ("decoder",)  # where torch.compile begins a new graph: `cut_graph` of distributed.engines.replicated
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
@@ -81,8 +81,9 @@ class VideoTokenizer(Autoencoder):
         check_options(config)
         check_scale(config)
         self.frames_per_code, self.pixels_per_code = frames_per_code(config), pixels_per_code(config)
-        check_side("image_size", config.image_size, self.pixels_per_code)
-        self.image_size = config.image_size
+        for side in height_and_width(config.image_size):
+            check_side("image_size", side, self.pixels_per_code)
+        self.image_size, self.channels = config.image_size, config.channels
         self.soft_clamp = config.soft_clamp if config.quantizer == "lfq" else 0.0
         self.quantizer = make_quantizer(config)
         make_body = _make_wan if config.body == WAN else _make_layers
@@ -291,10 +292,10 @@ class VideoTokenizer(Autoencoder):
 
     def _as_grid(self, codes: Tensor) -> Tensor:
         """Codes (b, f' h' w') of videos of the trained size -> (b, f', h', w')."""
-        side = self.image_size // self.pixels_per_code
-        if codes.shape[1] % side**2:
-            raise ValueError(f"{codes.shape[1]} codes fill no frames of {side} x {side}; give (b, f', h', w') codes")
-        return rearrange(codes, "b (f h w) -> b f h w", h=side, w=side)
+        rows, columns = (side // self.pixels_per_code for side in height_and_width(self.image_size))
+        if codes.shape[1] % (rows * columns):
+            raise ValueError(f"{codes.shape[1]} codes fill no frames of {rows} x {columns}; give (b, f', h', w') codes")
+        return rearrange(codes, "b (f h w) -> b f h w", h=rows, w=columns)
 
 
 def _make_wan(config: VideoTokenizerConfig, channels: int, quantizer: Any) -> tuple[nn.Module, Any]:

@@ -16,7 +16,7 @@ from tandem.config.models.autoencoders import VQGANConfig, check_choices
 from tandem.config.models.taming import TAMING, check_scale
 from tandem.models.layers.convolutional import (
     ResBlock,
-    as_square,
+    as_grid,
     channels_last,
     check_codes,
     check_images,
@@ -27,6 +27,7 @@ from tandem.models.layers.convolutional import (
 )
 from tandem.models.layers.recompute import recompute_in_backward
 from tandem.models.quantizers import make_quantizer
+from tandem.sides import height_and_width
 from tandem.transforms import Transform
 
 from .base import Autoencoder
@@ -78,7 +79,8 @@ class VQGAN(Autoencoder):
         num_layers = count_halvings(config.ch_mult) if config.body == TAMING else config.num_layers
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
-        check_multiple("image_size", config.image_size, 2**num_layers, f"2^num_layers = {2**num_layers}")
+        for side in height_and_width(config.image_size):
+            check_multiple("image_size", side, 2**num_layers, f"2^num_layers = {2**num_layers}")
         self._arguments["num_layers"] = num_layers
         self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
         self.recompute, self.normalize_input = config.gradient_checkpointing, config.normalize_input
@@ -159,15 +161,16 @@ class VQGAN(Autoencoder):
         return self._moments(self._encode(images))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes (b, h', w'), or codes (b, n) of a square grid, row by row, or latents (b, d, h', w') -> images fp32
-        (b, c, h, w), about [0, 1] and not clamped.
+        """Codes (b, h', w'), or codes (b, n) of images of the trained size or squares, row by row, or latents
+        (b, d, h', w') -> images fp32 (b, c, h, w), about [0, 1] and not clamped.
 
         Raises:
             ValueError: codes (b, n) whose n is not a square, codes beyond the codebook, or latents of another shape.
         """
         if self.num_codes:
             check_codes(codes, self.num_codes)
-            codes = as_square(codes) if codes.dim() == 2 else codes
+            _, *grid = self.latent_shape(*height_and_width(self.image_size))
+            codes = as_grid(codes, *grid) if codes.dim() == 2 else codes
         elif codes.dim() != 4 or codes.shape[1] != self.quantizer.dim:
             raise ValueError(f"latents of shape {tuple(codes.shape)}: give (b, {self.quantizer.dim}, h', w')")
         return self._decode(self.quantizer.decode_codes(codes))[0]

@@ -133,13 +133,15 @@ def check_multiple(name: str, pixels: int, multiple: int, rule: str = "") -> Non
         raise ValueError(f"{name} {pixels} must be a multiple of {rule or multiple}; {hint}")
 
 
-def as_square(codes: Tensor) -> Tensor:
-    """Codes (b, s x s), row by row -> (b, s, s).
+def as_grid(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Codes (b, h' x w'), row by row -> (b, h', w'): of rows x columns if there are as many, else of a square grid.
 
     Raises:
-        ValueError: the number of codes is not a square.
+        ValueError: another number of codes, which is not a square.
     """
-    side = math.isqrt(codes.shape[1])
-    if side * side != codes.shape[1]:
-        raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give s x s of them, row by row")
+    count = codes.shape[1]
+    side = rows if count == rows * columns else math.isqrt(count)
+    if count != rows * columns and side * side != count:
+        grid = "no square grid" if rows == columns else f"neither a grid of {rows} x {columns} nor a square one"
+        raise ValueError(f"{count} codes per image fill {grid}; give s x s of them, row by row")
     return rearrange(codes, "b (h w) -> b h w", h=side)

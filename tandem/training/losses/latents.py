@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.config.autoencoder_training import SMALLEST_SIDES
 from tandem.config.models.taming import KL
 from tandem.devices import to_device
+from tandem.sides import height_and_width
 from tandem.training.noise import Noise
 from tandem.transforms import Transform, possible_sizes
 
@@ -45,10 +46,10 @@ class LatentLosses:
         names = ("latents", "latent noise", "noise level", "transformed size", "turns")
         self._latents, self._noise, self._level, self._size, self._turns = (Noise(config.seed, name) for name in names)
 
-        side, frames = config.image_size, [1] if samples == "videos" else []
-        latent_side = generator.module.latent_shape(*frames, side, side)[-1]
-        self._sizes = possible_sizes(latent_side)
-        if config.equivariance_weight and latent_side == 1:
+        sides, frames = height_and_width(config.image_size), [1] if samples == "videos" else []
+        latent_sides = generator.module.latent_shape(*frames, *sides)[-2:]
+        self._sizes, self._is_square = possible_sizes(*latent_sides), sides[0] == sides[1]
+        if config.equivariance_weight and set(latent_sides) == {1}:
             raise ValueError("--equivariance_weight: images have a single latent, which cannot be turned")
 
     def size(self, step: int) -> int:
@@ -90,7 +91,7 @@ class LatentLosses:
         with self._generator.autocast():
             loss = self._pixel_loss(out.transformed, target)
             perceptual_loss = self._perceptual_loss
-            if perceptual_loss is not None and target.shape[-1] >= SMALLEST_SIDES[self._config.perceptual]:
+            if perceptual_loss is not None and min(target.shape[-2:]) >= SMALLEST_SIDES[self._config.perceptual]:
                 perceptual_terms = perceptual_loss(out.transformed, target, **micro_batch.loss_inputs)
                 loss = loss + weigh_perceptual(perceptual_terms, self._config)
         return {"equivariance_loss": loss}
@@ -100,4 +101,8 @@ class LatentLosses:
         quarters = self.size(step)
         fractions = self._turns.uniform(step, positions, ())  # on the CPU, so that every device draws the same
         least = 1 if quarters == 4 else 0  # an image that is neither shrunk nor turned says nothing
-        return Transform(quarters, to_device(least + (fractions * (4 - least)).long(), self._device))
+        if self._is_square:
+            turns = least + (fractions * (4 - least)).long()
+        else:
+            turns = 2 * (least + (fractions * (2 - least)).long())
+        return Transform(quarters, to_device(turns, self._device))

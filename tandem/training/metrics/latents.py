@@ -35,8 +35,9 @@ class LatentStatistics:
         self, encode: Callable[[Tensor], Tensor], shape: Sequence[int], device: torch.device | str = "cpu"
     ) -> None:
         self._encode, self.shape = encode, tuple(shape)
-        channels, side = self.shape[0], self.shape[-1]
-        transforms = [(4, 1), (4, 2), (4, 3), *((quarters, 0) for quarters in possible_sizes(side)[1:])]
+        channels, rows, columns = self.shape
+        turns = (1, 2, 3) if rows == columns else (2,)
+        transforms = [*((4, turn) for turn in turns), *((size, 0) for size in possible_sizes(rows, columns)[1:])]
         self._transforms = transforms  # the `Transform.quarters` and turns of all images, of each error
         # Number of images; means and mean squares of the channels; energies of the bands of latents and of images, and
         # the relative errors of the transforms.

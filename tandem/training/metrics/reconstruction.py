@@ -17,7 +17,7 @@ from tandem.devices import double, fp64_device
 from .averages import AllReduce, Averages, add_codes, code_statistics, identity
 from .fid import ReconstructionFID
 
-_CELLS, _MAX_CHANNELS = 4, 4  # of `ReconstructedVariance`: cells in each direction, and most channels
+_CELLS, _MAX_CHANNELS = 4, 16  # of `ReconstructedVariance`: cells in each direction, and most channels
 _ROUNDING_VARIANCE = 1e-12  # images with a smaller variance differ by rounding alone
 
 
@@ -78,7 +78,7 @@ class ReconstructedVariance:
         self._sums = torch.zeros(4 + 2 * _MAX_CHANNELS * _CELLS**2, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, images: Tensor, reconstructions: Tensor) -> None:
-        """Add images and reconstructions (b, c, h, w) in [0, 1], c <= 4."""
+        """Add images and reconstructions (b, c, h, w) in [0, 1], c <= 16."""
         x, y = (self._cell_means(batch) for batch in (images, reconstructions))
         squares = [z.square().sum() for z in (x, y, x - y)]
         self._sums += torch.cat([torch.stack([squares[0].new_full((), len(x)), *squares]), x.sum(0), y.sum(0)])
@@ -95,7 +95,7 @@ class ReconstructedVariance:
 
     @staticmethod
     def _cell_means(images: Tensor) -> Tensor:
-        """(b, c, h, w) -> the means of the cells, float64 (b, 64): zeros for missing channels."""
+        """(b, c, h, w) -> the means of the cells, float64 (b, 256): zeros for missing channels."""
         means = functional.adaptive_avg_pool2d(double(images).clamp(0, 1), _CELLS).flatten(1)
         return functional.pad(means, (0, _MAX_CHANNELS * _CELLS**2 - means.shape[1]))
 

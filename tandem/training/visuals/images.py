@@ -30,12 +30,14 @@ class Sample:
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Images (n, c, h, w) in [0, 1], c = 1 (grey), 3 (RGB) or 4 (RGBA) -> uint8 (n, h, w, 3).
+    """Images (n, c, h, w) in [0, 1], c = 1 (grey), 3 (RGB), 4 (RGBA), or another number, of which the first three
+    channels are shown, of 2 the first -> uint8 (n, h, w, 3).
 
     round(255 x) after clamping, without any normalisation; alpha is laid over a checkerboard of grey 255 and 204.
     """
     images = images.detach().float().cpu().clamp(0, 1)
-    assert images.shape[1] in (1, 3, 4), images.shape
+    if images.shape[1] != 4:
+        images = images[:, : 1 if images.shape[1] < 3 else 3]
     if images.shape[1] == 4:
         colour, alpha = images.split((3, 1), dim=1)
         rows, columns = (torch.arange(side) // _CHECKER_PIXELS for side in images.shape[-2:])

@@ -39,7 +39,8 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
     last reconstruction. Up to 9 frames, evenly spread from the first to the last; small ones are enlarged.
 
     Args:
-        originals: (n, c, f, h, w) in [0, 1], with 1 or 3 channels.
+        originals: (n, c, f, h, w) in [0, 1]; for the channels that are shown see `to_pixels`, errors are those of the
+            first three.
         reconstructions: By the name of the model, of the same shape.
     """
     count = originals.shape[2]
@@ -49,7 +50,8 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
     rows: dict[str, Tensor] = {}
     for clip in range(len(originals)):
         strips = {name: video[clip, :, indices].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
-        strips[f"|error| x {_ERROR_FACTOR}"] = (strips[last] - strips["original"]).abs() * _ERROR_FACTOR
+        error = (strips[last] - strips["original"]).abs() * _ERROR_FACTOR
+        strips[f"|error| x {_ERROR_FACTOR}"] = error[:, :3]
         rows |= {f"{clip + 1} {name}": frames for name, frames in strips.items()}
     return grid(rows, _STRIP_SIDE)
 

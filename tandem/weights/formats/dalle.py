@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,22 @@ from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
 
 HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
+_MOST_CHANNELS = 4  # it has no mean and deviation of further ones
 # Releases before 1.6.0 did not write `channels`, because all models had 3.
 _OLD_DEFAULTS = {"channels": 3}
 
 
+def has_dalle_shape(config: Mapping[str, Any]) -> bool:
+    """Whether DALLE-pytorch takes images like those of a `DiscreteVAE` of this configuration."""
+    return isinstance(config["image_size"], int) and config["channels"] <= _MOST_CHANNELS
+
+
 def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
-    """Write a vae-final.pt, {"hparams": ..., "weights": ...}; it appears whole or not at all."""
-    hparams = {**model.config, "channels": 4 if model.config["transparent"] else 3}
-    content = {"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(model.state_dict())}
+    """Write a vae-final.pt, {"hparams": ..., "weights": ...}; it appears whole or not at all. Raises ValueError, in one
+    line, if DALLE-pytorch has no such model."""
+    if not has_dalle_shape(model.config):
+        raise ValueError("DALLE-pytorch has square images of 1 to 4 channels, and those of this model are others")
+    content = {"hparams": {key: model.config[key] for key in HPARAMS}, "weights": on_cpu(model.state_dict())}
     save_pickled(content, Path(path))
 
 
@@ -45,8 +54,7 @@ def read_dalle(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tens
         raise ValueError("its weights hold something that is not a tensor")
     check_sizes(path, state.values())
     arguments = {key: hparams[key] for key in HPARAMS}
-    if (channels := arguments.pop("channels")) not in (3, 4):
-        raise ValueError(f"its images have {str(channels)[:24]} channels; those of a DiscreteVAE have 3 or 4")
-    arguments["transparent"] = channels == 4
+    if (channels := arguments["channels"]) not in range(1, _MOST_CHANNELS + 1):
+        raise ValueError(f"its images have {str(channels)[:24]} channels; those of DALLE-pytorch have 1 to 4")
     check_arguments(arguments, state)
     return arguments, state

@@ -175,14 +175,15 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     upcast = config.get("force_upcast", is_kl)  # the default of diffusers
     if type(upcast) is not bool:
         raise ValueError(f"its force_upcast is {str(upcast)[:80]}, neither true nor false")
-    side = config.get("sample_size", 256)
-    if type(side) is not int or not 1 <= side <= _MAX_SIDE:
-        raise ValueError(f"its sample_size is {str(side)[:80]}, not a whole number from 1 to {_MAX_SIDE}")
+    sides = config.get("sample_size", 256)
+    for side in sides if isinstance(sides, list) and len(sides) == 2 else [sides]:
+        if type(side) is not int or not 1 <= side <= _MAX_SIDE:
+            raise ValueError(f"its sample_size is {str(sides)[:80]}, not a whole number from 1 to {_MAX_SIDE}, or two")
     if (scaling := config.get("scaling_factor", _DEFAULT_SCALE)) is None:
         raise ValueError("its scaling_factor is null")
     return {
         "norm_groups": groups, "scaling_factor": scaling, "shift_factor": config.get("shift_factor"),
-        "image_size": side, "force_upcast": upcast,
+        "image_size": sides, "force_upcast": upcast,
         CHANNEL_STATISTICS: _channel_statistics(config, scaling) if is_kl else None,
     }  # fmt: skip
 

@@ -24,6 +24,7 @@ from tandem.io.published import read_state_dict, shape_of
 from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.building import build_on_meta, check_arguments
+from tandem.sides import height_and_width
 
 GROUPS = 32
 CHANNEL_STATISTICS = "channel_statistics"
@@ -103,7 +104,8 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     state, config = public_state(model, layout), model.config
     if config["norm_groups"] != GROUPS:
         raise ValueError(f"{layout.package} has {GROUPS} groups in a GroupNorm; this model has {config['norm_groups']}")
-    levels, last, side = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1, config["image_size"]
+    levels, last = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1
+    side = max(height_and_width(config["image_size"]))
     if layout is LLAMAGEN and levels != [last]:
         raise ValueError(f"{layout.package} has attention only at the last level: train with --attention_levels {last}")
     if config["quantizer"] == "ibq":  # so that the file is recognised

@@ -19,6 +19,7 @@ from tandem.data.bad_samples import SampleSkipped
 from tandem.data.decoding.videos import ClipDecoder
 from tandem.data.sources.files import FileWindow
 from tandem.data.sources.record import FileRef, open_range
+from tandem.sides import height_and_width
 from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video, write_widths
 from tests.data.helpers import one_line
 from tests.data.source_table import encoded
@@ -170,8 +171,10 @@ def test_frames_are_turned_and_mirrored_as_their_matrix_says(a, b, c, d, shape, 
         expected[(b * x + d * y - (b + d < 0)) % height, (a * x + c * y - (a + c < 0)) % width] = level[y, x]
     expected = np.kron(expected, np.ones((32, 32), int))
     top, left = (side // 2 - 32 for side in expected.shape)
-    clip = ClipDecoder(64, 2).load(FileRef.in_memory(with_matrix(content, a, b, c, d), "a.mp4"), 0)
+    film = FileRef.in_memory(with_matrix(content, a, b, c, d), "a.mp4")
+    clip, whole = (ClipDecoder(sides, 2).load(film, 0) for sides in (64, expected.shape))
     assert (clip[:, 0].int() - torch.from_numpy(expected[top : top + 64, left : left + 64])).abs().max() <= 2
+    assert (whole[:, 0].int() - torch.from_numpy(expected)).abs().max() <= 2
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
@@ -191,13 +194,15 @@ def test_times_are_counted_from_where_the_file_begins_though_the_picture_begins_
     assert one_line(clips.load, none, 0) == "its picture begins at 1.5 s, and its clip ends at 1.4 s"
 
 
-@pytest.mark.parametrize("width, height, side", [(96, 64, 32), (33, 77, 64), (64, 64, 96)])
-def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, side, tmp_path):
+@pytest.mark.parametrize("width, height, sides", [
+    (96, 64, 32), (33, 77, 64), (64, 64, 96), (96, 64, (24, 40)), (64, 96, (48, 80)),
+])  # fmt: skip
+def test_the_largest_part_of_the_shape_in_the_middle_is_resized(width, height, sides, tmp_path):
     ramp = np.add.outer(np.linspace(0, 100, height), np.linspace(0, 100, width)).round().astype(np.uint8)
     write_video(tmp_path / "a.mkv", 2, codec="ffv1", pictures=[ramp] * 2)
     Image.fromarray(ramp).save(tmp_path / "a.png")
-    clip, image = (ClipDecoder(side, 2).load(FileRef(str(tmp_path / name)), 0) for name in ("a.mkv", "a.png"))
-    assert clip.shape == image.shape == (3, 2, side, side)
+    clip, image = (ClipDecoder(sides, 2).load(FileRef(str(tmp_path / name)), 0) for name in ("a.mkv", "a.png"))
+    assert clip.shape == image.shape == (3, 2, *height_and_width(sides))
     # The ramp rises by at most 6 levels a pixel of the result; the two resize differently at the borders.
     assert (clip.int() - image.int()).abs().max() <= 7 and (clip.int() - image.int()).abs().float().mean() < 2
 

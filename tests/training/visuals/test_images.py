@@ -22,6 +22,12 @@ def test_every_byte_comes_back_as_it_was_in_three_channels(channels):
     assert all(pixels[..., channel].flatten().tolist() == list(range(256)) for channel in range(3))
 
 
+def test_of_other_numbers_of_channels_the_first_three_are_shown_and_of_two_the_first():
+    images = torch.rand(2, 7, 4, 6)
+    assert torch.equal(to_pixels(images), to_pixels(images[:, :3]))
+    assert torch.equal(to_pixels(images[:, :2]), to_pixels(images[:, :1]))
+
+
 def test_brightness_is_not_normalised_to_the_images_own_range():
     assert to_pixels(torch.full((1, 3, 4, 4), 0.25)).unique().tolist() == [64]
     assert to_pixels(torch.tensor([-0.5, 0.1, 1.7]).reshape(1, 1, 1, 3))[..., 0].flatten().tolist() == [0, 26, 255]

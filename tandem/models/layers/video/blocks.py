@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tandem.config.models.autoencoders import WAN, VideoTokenizerConfig, check_choices
 from tandem.models.layers.convolutional import check_multiple
+from tandem.sides import height_and_width
 
 from .attention import AdaptiveNorm, AttentionBlock, GateLoop, MemoryAttention, TaylorAttention
 from .causal import CausalConv3d, ResidualUnit, SpaceUp, TimeUp
@@ -107,7 +108,7 @@ def check_options(config: VideoTokenizerConfig) -> None:
     size = config.patch_size
     if size < 1 or size & (size - 1):
         raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
-    side = config.image_size // size
+    side = min(height_and_width(config.image_size)) // size
     for name in ("input_kernel", "output_kernel"):
         if config.pad_mode == "reflect" and (kernel := getattr(config, name)) // 2 >= side:
             setting = f"pad_mode reflect at {side} x {side}"
