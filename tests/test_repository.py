@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "data.sources": "io hashing data",
     "training": "io hashing devices flops transforms config",
     "reporting": "io training",
+    "embedding": "data data.decoding devices distributed models weights",
     "commands": "io",
     "weights": "io commands config data models training reporting weights.formats",
     "launch": "commands config data distributed models training weights weights.formats",
