@@ -17,9 +17,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, PATH, size
 from tandem.config.fields import Requirement, flag, given
 from tandem.config.parser import ArgumentParser
@@ -101,76 +100,6 @@ def build_parser() -> ArgumentParser:
     )  # fmt: skip
 
 
-class Embedder(NamedTuple):
-    """A MuLaN on the device of the run.
-
-    identity: the model's "config" and "weights_sha256", see `tandem.weights.load.Trained`.
-    dim: length of an embedding.
-    decoder: reads clips of the model's length from sounds.
-    embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), fp32 on the device of the run; they are computed
-        in the precision of the run.
-    embed_text: a sentence -> its unit vector (dim,). Each sentence is a batch of its own, so that no bit of its vector
-        depends on other sentences.
-    """
-
-    identity: dict[str, Any]
-    dim: int
-    decoder: ClipDecoder
-    embed_clips: Callable[[Tensor], Tensor]
-    embed_text: Callable[[str], Tensor]
-
-
-def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision: str) -> Embedder:
-    """The MuLaN at a path or name. Raises ValueError, in one line, if there is none or the memory does not suffice for
-    a batch."""
-    import torch
-
-    from tandem.data.decoding.sounds import ClipDecoder
-    from tandem.data.tokenizers import open_tokenizer
-    from tandem.devices import to_device
-    from tandem.models.building import require_room
-    from tandem.weights.load import open_model
-
-    model, identity, tokenizer_path = open_model(path, "MuLaN")
-    require_room(f"a batch of {batch_size} clips", batch_size, model.clip_elements)
-    model.to(processes.device)
-    config = model.config
-
-    @torch.no_grad()
-    def embed_clips(waveforms: Tensor) -> Tensor:
-        processes.heartbeat("embedding")
-        with distributed.autocast(precision, processes.device):
-            return model.encode_audio(to_device(waveforms, processes.device)).float()
-
-    @torch.no_grad()
-    def embed_text(text: str) -> Tensor:
-        tokenizer_name = str(tokenizer_path or "clip")
-        tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.adds_special_tokens)
-        vocab_size = config["vocab_size"]
-        if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size and not config.get("text_tower")):
-            raise ValueError(
-                f"the model takes {vocab_size} tokens, but the tokenizer {tokenizer_name} has "
-                f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
-            )
-        tokens, lengths = tokenizer.encode([text])
-        tokens = tokens[:, : lengths[0]].to(processes.device)
-        return model.encode_text(tokens, torch.tensor(lengths, device=processes.device))[0].float().cpu()
-
-    decoder = ClipDecoder(config["sample_rate"], model.clip_samples)
-    return Embedder(identity, config["dim_latent"], decoder, embed_clips, embed_text)
-
-
-def unit_means(vectors: Sequence[Tensor]) -> Tensor:
-    """The embeddings (k, d) of the clips of each of n sounds -> float32 (n, d): the normalized means. Raises ValueError
-    if one is not finite."""
-    import torch
-
-    means = torch.stack([clip_vectors.double().mean(0) for clip_vectors in vectors])
-    if not means.isfinite().all():
-        raise ValueError("the model gives embeddings that are not finite: with fp16, try --precision bf16 or fp32")
-    return torch.nn.functional.normalize(means, dim=1).float()
-
-
 def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
     """The clips (k, n) of a sound, and its index entry."""
     sample = sounds.load(index)
@@ -187,6 +116,7 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
     from tandem.data.stores.encoding import encode_batches
     from tandem.data.stores.output import OutputFolder, names_sha256
     from tandem.data.stores.shards import EncodedShard, ShardWriter
+    from tandem.embedding import open_embedder, unit_means
 
     fetch_model(args.model, processes)
     with processes.raise_on_all_ranks():
@@ -243,6 +173,7 @@ def search(args: argparse.Namespace, processes: ProcessGroup) -> None:
 
     from tandem.data.stores.embeddings import QueryResult, StoredEmbeddings, read_queries
     from tandem.data.stores.encoding import encode_in_batches
+    from tandem.embedding import open_embedder, unit_means
 
     fetch_model(args.model, processes)
     with processes.raise_on_all_ranks():

@@ -1,11 +1,12 @@
-"""Measure trained autoencoders on images or videos: how close reconstructions are to the originals, and how many codes
-are used.
+"""Measure trained models: of autoencoders on images or videos, how close reconstructions are to the originals, and how
+many codes are used; of MuLaNs, how well they classify sounds by the names of the classes alone.
 
     python evaluate.py --model runs/vqgan --image_folder photos/ --fid_weights published --lpips_weights published
     torchrun --nproc_per_node 8 evaluate.py --compare runs/a runs/b vae.pt --image_folder photos/ --output eval.json
     deepspeed evaluate.py --model runs/tokenizer --video_folder clips/ --fvd_weights i3d.pt
     horovodrun -np 8 python evaluate.py --model runs/tokenizer --image_folder photos/
     python evaluate.py --model runs/vqgan --held_out_of runs/vqgan
+    python evaluate.py --model runs/mulan --audio_data ESC-50/meta/esc50.csv --audio_folder ESC-50/audio/
 
 The values are the same, to the last bit, for every launcher and any number of processes: batches do not depend on them,
 and sums are exact. docs/evaluation.md defines all values, and those of papers.
@@ -29,8 +30,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
-from tandem.config.converters import FILE, FOLDER, NAME, PATH, picture_sides, positive_float, size
-from tandem.config.fields import Requirement, flag, given
+from tandem.config.converters import FILE, FOLDER, NAME, PATH, picture_sides, positive_float, size, templates
+from tandem.config.fields import Requirement, flag, given, without
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import kernel_settings
 from tandem.io.reading import counted, error_text
@@ -46,20 +47,22 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 
     from tandem.data.fields import SampleDataset
     from tandem.distributed import ProcessGroup
+    from tandem.embedding import Embedder
     from tandem.training.metrics.fid import Gaussian
     from tandem.training.metrics.latents import LatentMeasures
 
 PICTURE_SAMPLES = 6  # samples in the picture
 ROUND_SECONDS = 1.0  # between exchanges of errors and signals
 PROGRESS_SECONDS = 10.0  # between lines of progress
-Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]  # samples in [0, 1] and the notes of `load`
+# Images or videos in [0, 1], or the clips of sounds; and the notes of `load` or `load_clips`.
+Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]
 # Headings of the table, by the names in the JSON file.
 HEADINGS = {
     "rfid": "rFID", "ifid": "iFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM",
     "lpips": "LPIPS",
     "dpsnr": "PSNR of motion", "flicker": "flicker", "codes_used": "codes used", "perplexity": "perplexity",
     "equivariance_error": "equivariance error", "fine_energy": "fine energy", "dead_channels": "dead channels",
-    "samples_per_second": "samples/s",
+    "samples_per_second": "samples/s", "top1": "top-1", "top5": "top-5", "map": "mAP",
 }  # fmt: skip
 LISTS = ("channel_means", "channel_deviations", "spectrum", "image_spectrum")  # of --latents, in the JSON file alone
 # --resize -> how images are resized to the side of the models' images, before the centre crop.
@@ -68,7 +71,10 @@ RESIZES = {
     "taming": "{} (bilinear, not antialiased)",
     "adm": "halved by a box filter while twice as large, then {} (bicubic, antialiased)",
 }
-_VIDEOS_ONLY = given("video_folder", "PATH")
+_VIDEOS_ONLY, _SOUNDS_ONLY = given("video_folder", "PATH"), given("audio_data", "PATH")
+_MANIFEST_ONLY = Requirement(
+    "audio_data", "FILE", lambda args: (args.audio_data or "").endswith((".csv", ".tsv", ".jsonl", ".ndjson", ".json"))
+)
 _FILES_ONLY = Requirement("image_folder", "PATH", lambda args: not (args.image_folder or "demo:").startswith("demo:"))
 
 
@@ -77,18 +83,20 @@ class Config:
     """The models to measure, the data, and how."""
 
     # fmt: off
-    model: list[str] | None = flag(None, "trained autoencoders, a row each: runs, checkpoints, model/ folders, public "
-        "packages' files, or USER/NAME of the Hugging Face Hub", FOLDER, nargs="+", aliases="compare", required=True,
-        title="what is measured")
+    model: list[str] | None = flag(None, "trained autoencoders or MuLaNs, a row each: runs, checkpoints, model/ "
+        "folders, public packages' files, or USER/NAME of the Hugging Face Hub", FOLDER, nargs="+", aliases="compare",
+        required=True, title="what is measured")
     image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
     video_folder: str | None = flag(None, "videos: a folder, tars, a table or manifest, or demo:moving; the clip "
         "in the middle of each is measured", PATH)
     held_out_of: str | None = flag(None, "measure on the data that this run held out, instead of a folder; of "
         "videos, its --num_frames is then the default", FOLDER, metavar="RUN")
+    audio_data: str | None = flag(None, "sounds to classify by a MuLaN: a manifest or table with a column of classes, "
+        "as ESC-50's, a folder or tars with a .json each, or demo:tones", PATH)
     output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
         "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
     image_size: Sides | None = flag(None, "sides of the centre crop (default: the first model's)", picture_sides,
-        title="method")
+        title="method", requires=without("audio_data"))
     resize: str = flag("ours", "how images are resized: ours is bilinear, antialiased; taming is not antialiased, as "
         "in taming-transformers, Open-MAGVIT2 and IBQ; adm halves by a box filter first, as in LlamaGen",
         choices=tuple(RESIZES), requires=_FILES_ONLY)
@@ -104,12 +112,18 @@ class Config:
         "energy by frequency, means, deviations and dead channels and, with --fid_weights, iFID",
         requires=given("image_folder", "PATH"))
     lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published, which "
-        "fetches them", FILE)
+        "fetches them", FILE, requires=without("audio_data"))
+    audio_folder: str | None = flag(None, "folder of the files that the manifest names (default: its own)", FOLDER,
+        requires=_MANIFEST_ONLY, title="zero-shot classification")
+    zero_shot_templates: tuple[str, ...] = flag(("This is a sound of {}.",), "sentences with {} for the class; their "
+        "embeddings are averaged", templates, requires=_SOUNDS_ONLY)
+    max_clips: int = flag(6, "clips of a long sound that are embedded", size, requires=_SOUNDS_ONLY)
+    per_fold: bool = flag(False, "also report the values of each fold, by the column fold", requires=_SOUNDS_ONLY)
     # fmt: on
 
     @classmethod
     def validate(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        parser.choose_one(args, image_folder=None, video_folder=None, held_out_of=None)
+        parser.choose_one(args, image_folder=None, video_folder=None, held_out_of=None, audio_data=None)
         args.run = None
         if args.held_out_of:
             try:
@@ -124,17 +138,17 @@ class Config:
             if args.video_folder and "num_frames" not in args.explicit:
                 args.num_frames = args.run.num_frames
         args.fresh = False  # `distributed.launch_inference` reads it, and this script has no --fresh
-        args.data = args.image_folder or args.video_folder
+        args.data = args.image_folder or args.video_folder or args.audio_data
         args.output = args.output and args.output.removesuffix(".json")
         if not args.data:
-            parser.error("give --image_folder, --video_folder or --held_out_of")
+            parser.error("give --image_folder, --video_folder, --held_out_of or --audio_data")
 
 
 def build_parser() -> ArgumentParser:
     return inference_parser(
-        "evaluate.py", "Measure trained autoencoders.",
-        "--model DIR [DIR ...] (--image_folder PATH | --video_folder PATH | --held_out_of RUN)", Config,
-        batch_size=32, unit="SAMPLES", num_workers_help="loader processes per process",
+        "evaluate.py", "Measure trained models.",
+        "--model DIR [DIR ...] (--image_folder PATH | --video_folder PATH | --held_out_of RUN | --audio_data PATH)",
+        Config, batch_size=32, unit="SAMPLES", num_workers_help="loader processes per process",
     )  # fmt: skip
 
 
@@ -286,6 +300,7 @@ def run_rounds(steps: Iterable[None], n_processed: Callable[[], int], processes:
 def process_batches(
     samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup, action: str,
     measure: Callable[[Batches], Iterable[None]],
+    load_sample: Callable[[SampleDataset, int], tuple[Tensor, dict[str, Any]]] = load,
 ) -> None:  # fmt: skip
     """Run the generator `measure(batches of this process)` to its end, in rounds. Collective. Raises UserMistake, in
     one line, if too many samples cannot be read; AskedToStop after a signal."""
@@ -299,7 +314,7 @@ def process_batches(
     n, rank, world, bad = len(samples), processes.rank, processes.world_size, []
     n_processed, partial_reads = 0, list[str]()
     requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
-    load_request = partial(load_samples, partial(load, samples), samples.describe)
+    load_request = partial(load_samples, partial(load_sample, samples), samples.describe)
     loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=processes.waiting_for_workers)
 
     def batches() -> Batches:
@@ -312,7 +327,8 @@ def process_batches(
                 if PARTIAL in note:
                     partial_reads.append(f"{samples.describe(note['index'])}: {note[PARTIAL]}")
             if notes:
-                yield to_unit_range(to_device(batch, processes.device)), batch_notes
+                batch = to_device(batch, processes.device)
+                yield batch if batch.is_floating_point() else to_unit_range(batch), batch_notes
 
     for n_of_all in run_rounds(measure(batches()), lambda: n_processed, processes):
         processes.say(f"{action} {n_of_all} of {n}")
@@ -449,8 +465,17 @@ def decode_between_neighbours(
     return distribution
 
 
+def require_same_files(samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup) -> None:
+    """Raise UserMistake, in one line, if processes list other samples, or compute on other devices, than the first.
+    Collective."""
+    fingerprints = processes.gather_objects([len(samples), samples.fingerprint, processes.device.type])
+    with processes.raise_on_all_ranks():
+        if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
+            raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
+
+
 def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
-    """Measure the models and report the values. Raises AskedToStop after a signal."""
+    """Measure autoencoders and report the values. Raises AskedToStop after a signal."""
     import torch
 
     from tandem.data.stores.output import json_bytes
@@ -459,11 +484,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     from tandem.training.metrics.latents import LatentMeasures
 
     device = processes.device
-    for name in args.model:
-        fetch_model(name, processes)
     with processes.raise_on_all_ranks():
-        if processes.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
-            raise ValueError(f"--output {args.output}: there is no such folder")
         models = open_models(args, processes)
         lpips, network, weights_sha256 = open_networks(args, processes)
         processes.heartbeat("listing the samples", is_uninterrupted=True)
@@ -476,10 +497,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         if args.video_folder:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
             make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
-    fingerprints = processes.gather_objects([len(samples), samples.fingerprint, device.type])
-    with processes.raise_on_all_ranks():
-        if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
-            raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
+    require_same_files(samples, args, processes)
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
     processes.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
     if samples.skipped:
@@ -556,6 +574,90 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         processes.say(f"not measured, because their weights are not given: {', '.join(missing)}")
 
 
+def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
+    """The clips (k, n) of a sound, and its note: index, number of clips, classes and fold."""
+    sample = sounds.load(index)
+    clips = sample.pop("waveforms")
+    return clips, {"index": index, "clips": len(clips), **sample}
+
+
+def embed_sounds(
+    sounds: SampleDataset, embedder: Embedder, args: argparse.Namespace, processes: ProcessGroup
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The embeddings (n, dim) of all sounds that can be read, on the CPU, and their notes. Collective. Raises
+    AskedToStop after a signal."""
+    import torch
+
+    from tandem.data.stores.encoding import encode_in_batches
+    from tandem.embedding import unit_means
+
+    vectors, notes = [torch.empty(0, embedder.dim)], list[dict[str, Any]]()  # of this process's sounds
+
+    def embed_batches(batches: Batches) -> Iterator[None]:
+        for clips, batch_notes in batches:
+            rows = encode_in_batches(clips, embedder.embed_clips, args.batch_size)
+            vectors.append(unit_means(rows.split([note["clips"] for note in batch_notes])))
+            notes.extend(batch_notes)
+            yield
+
+    process_batches(sounds, args, processes, "embedded", embed_batches, load_clips)
+    all_vectors = processes.gather(torch.cat(vectors).to(processes.device)).cpu()
+    all_notes = [*itertools.chain(*processes.gather_objects(notes))]  # in the order of `all_vectors`
+    order = sorted(range(len(all_notes)), key=lambda row: all_notes[row]["index"])
+    return all_vectors[order], [all_notes[row] for row in order]
+
+
+def classify(args: argparse.Namespace, processes: ProcessGroup) -> None:
+    """Measure how well MuLaNs classify sounds by the names of the classes, and report the values. Raises AskedToStop
+    after a signal."""
+    import torch
+
+    from tandem.data.fields import ClassesField
+    from tandem.data.sets import open_classified_sounds
+    from tandem.data.stores.output import json_bytes
+    from tandem.embedding import open_embedder, unit_means
+    from tandem.training.metrics.retrieval import classification_values, prompts
+
+    sentences = args.zero_shot_templates
+    values, rows = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()  # of the models; of the table
+    classes, notes = list[str](), list[dict[str, Any]]()
+    for name in args.model:
+        with processes.raise_on_all_ranks():
+            embedder = open_embedder(name, args.batch_size, processes, args.precision)
+            processes.heartbeat("listing the samples", is_uninterrupted=True)
+            sounds = open_classified_sounds(args.data, embedder.decoder, args.max_clips, args.audio_folder)
+            if args.per_fold and "fold" not in getattr(sounds.source, "columns", {}).get(ClassesField.spec, ()):
+                raise ValueError(f"--per_fold: {args.data} is no table or manifest with a column fold")
+        require_same_files(sounds, args, processes)
+        if sounds.skipped and not values:
+            processes.say(sounds.skipped)
+        vectors, notes = embed_sounds(sounds, embedder, args, processes)
+        with processes.raise_on_all_ranks():
+            if processes.is_root:
+                classes = sorted({class_name for note in notes for class_name in note["classes"]})
+                texts = torch.stack([embedder.embed_text(text) for text in prompts(classes, sentences)])
+                # One product for all sounds: its bits do not depend on the number of processes.
+                scores = vectors.double() @ unit_means(texts.split(len(sentences))).double().T
+                is_class = torch.tensor([[class_name in note["classes"] for class_name in classes] for note in notes])
+                rows[name] = values[name] = {**classification_values(scores, is_class), **embedder.identity}
+                folds = sorted({note["fold"] for note in notes}, key=lambda fold: (len(fold), fold))
+                for fold in folds if args.per_fold else []:
+                    own = torch.tensor([note["fold"] == fold for note in notes])
+                    of_fold = {"samples": int(own.sum()), **classification_values(scores[own], is_class[own])}
+                    rows[f"{name}, fold {fold}"] = values[name].setdefault("folds", {})[fold] = of_fold
+    with processes.raise_on_all_ranks():
+        if processes.is_root:
+            processes.say(f"{len(notes)} sounds of {args.data} in {len(classes)} classes: {' | '.join(sentences)}")
+            say_table(rows, "", processes.say)
+        if processes.is_root and args.output:
+            report = {
+                "data": args.data, "samples": len(notes), "classes": classes, "zero_shot_templates": sentences,
+                "max_clips": args.max_clips, "batch_size": args.batch_size, **kernel_settings(args, processes),
+                "models": values,
+            }  # fmt: skip
+            write_atomically(Path(f"{args.output}.json"), json_bytes(report))
+
+
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
     """Print a row for each model and a column for each value. `corner`: flags that the values depend on, or ""."""
     from tandem.training.logging.table import format_number
@@ -564,7 +666,7 @@ def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callabl
     rows = [[corner, *(HEADINGS[name] for name in names)]]
     for model, row in values.items():
         cells = {name: format_number(row.get(name)) for name in names}
-        if row["num_codes"]:
+        if row.get("num_codes"):
             cells["codes_used"] += f" of {row['num_codes']}"
         rows.append([model, *cells.values()])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -600,8 +702,17 @@ def draw(
         processes.say(f"  {samples.name(index)}: {', '.join(f'{psnr:.2f}' for psnr in psnrs[index])}")
 
 
+def run(args: argparse.Namespace, processes: ProcessGroup) -> None:
+    for name in args.model:
+        fetch_model(name, processes)
+    with processes.raise_on_all_ranks():
+        if processes.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
+            raise ValueError(f"--output {args.output}: there is no such folder")
+    (classify if args.audio_data else evaluate)(args, processes)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    start_inference(evaluate, build_parser(), argv)
+    start_inference(run, build_parser(), argv)
 
 
 if __name__ == "__main__":

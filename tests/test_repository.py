@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "data.sources": "sides io hashing data",
     "training": "sides io hashing devices flops transforms config",
     "reporting": "io training",
+    "embedding": "data data.decoding devices distributed models weights",
     "commands": "io",
     "weights": "sides io commands config data models training reporting weights.formats",
     "launch": "commands config data distributed models training weights weights.formats",

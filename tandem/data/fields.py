@@ -4,7 +4,7 @@ records. A field states what it reads by a `FieldSpec`, so that every field work
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,17 +14,19 @@ from torch import Tensor
 
 from tandem.data.decoding.images import CENTER, PILLOW_BILINEAR, Crop, decode_image, decode_picture, randomly_flipped
 from tandem.data.decoding.images import ENDINGS as IMAGE_ENDINGS
-from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_single_text, read_texts, texts_of_row
+from tandem.data.decoding.texts import TEXT_KEYS, Texts, clean_captions, read_single_text, read_texts, texts_of_row
 from tandem.data.sources.demo import FRAMES_PER_SECOND
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
 from tandem.data.sources.user_dataset import ITEM
 from tandem.hashing import Draws, derive_key
+from tandem.io.reading import parse_json
 from tandem.sides import Sides
 
 from .bad_samples import BadDatasetItem
 from .decoding import channels, items, sounds, videos
 from .tokenizers import Tokenizer
 
+CLASS_KEYS = ("category", "label", "labels", "class")
 TEXTS = FieldSpec("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
 
 
@@ -245,6 +247,23 @@ class SoundCaptionsField(Field):
             return {"captions": read_sound_texts(self.content(record)).captions}
         except (OSError, ValueError):
             return {"captions": []}
+
+
+class ClassesField(Field):
+    """ "classes": those of a sound, each once, with spaces for underscores, from the first of its columns that is not
+    empty: a list, or texts between |; and "fold": the part of the data that a column of this name states, or ""."""
+
+    spec: ClassVar[FieldSpec] = FieldSpec("texts", "class", (".json",), (*CLASS_KEYS, "fold"), as_cells=True)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        content = self.content(record)
+        cells = parse_json(content.read(1 << 20)) if isinstance(content, FileRef) else content
+        cells = cells if isinstance(cells, Mapping) else {}
+        cell = next((cells[key] for key in CLASS_KEYS if cells.get(key) not in (None, "", [])), "")
+        names = cell if isinstance(cell, list) else str(cell).split("|")
+        if not (classes := clean_captions(str(name).replace("_", " ") for name in names)):
+            raise ValueError("it has no class")
+        return {"classes": classes, "fold": str(cells.get("fold", ""))}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tandem.data.decoding.images import CENTER, Crop
 from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
 from tandem.data.sources.opening import open_source
 from tandem.data.sources.record import FieldSpec, RecordSource
+from tandem.data.sources.rows import Rows
 from tandem.data.sources.user_dataset import DatasetSpec, UserDatasetSource, data_of
 from tandem.io.installed import require_packages
 from tandem.sides import Sides, height_and_width, sides_text
@@ -22,6 +23,8 @@ from .decoding import sounds, videos
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import TrainingData
 from .fields import (
+    CLASS_KEYS,
+    ClassesField,
     ClipField,
     Field,
     ImageCaptionField,
@@ -50,7 +53,7 @@ def open_records(spec: Spec, field_specs: Sequence[FieldSpec], kind: str, seed: 
     Args:
         field_specs: What the fields read; each file or row with content for field_specs[0] is a sample.
         kind: The kind of demonstration, see `DemoSource`.
-        tar_range: The selection of tars, see `open_source`.
+        tar_range: The selection of tars, or the folder of a manifest's files, see `open_source`.
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
@@ -167,8 +170,19 @@ def open_sounds_in_clips(spec: str, clips: sounds.ClipDecoder, max_clips: int) -
     return SampleDataset(_open_sound_source(spec, fields), fields)
 
 
-def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> RecordSource:
-    source = open_records(spec, [field.spec for field in fields], "tones", seed)
+def open_classified_sounds(spec: str, clips: sounds.ClipDecoder, max_clips: int, folder: str | None) -> SampleDataset:
+    """A set of sounds, of each at most `max_clips` clips, and of their classes: see `open_records` for `spec` and what
+    is raised. A set without any class is refused. `folder`: that of a manifest's files, None for its own."""
+    fields = [SoundField(clips, max_clips), ClassesField()]
+    source = _open_sound_source(spec, fields, folder=folder)
+    found: Sequence[Any] = source.columns[ClassesField.spec] if isinstance(source, Rows) else source.examples("texts")
+    if not {*found} - {"fold"}:
+        raise ValueError(f"no sound in {spec!r} has a class: in a column or a .json, {' or '.join(CLASS_KEYS)}")
+    return SampleDataset(source, fields)
+
+
+def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0, **options: Any) -> RecordSource:
+    source = open_records(spec, [field.spec for field in fields], "tones", seed, **options)
     if not isinstance(source, DemoSource):
         sounds.require_decoders()
     return source

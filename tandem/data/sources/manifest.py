@@ -22,6 +22,7 @@ from .rows import TIMES, Rows, path_of, seconds_of, unread_line
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
+_PATH_COLUMNS = {"path", "file_name", "filename"}
 _LONGEST_LINE = 1 << 20  # characters
 _BUFFER_BYTES = 1 << 16
 _MOST_COLUMNS = 100  # whose names are recorded: each object may have others
@@ -34,7 +35,7 @@ class ManifestSource(Rows):
 
     Columns, or keys of the objects:
 
-    - path, or file_name: of the file, relative to the manifest;
+    - path, file_name or filename: of the file, relative to the manifest or to `folder`;
     - start_seconds, end_seconds, or start_s, end_s (optional): the part of a long file that is the sample;
     - the columns of the other specs: cells (`as_cells`), a path relative to the manifest, or a list of numbers.
 
@@ -44,7 +45,7 @@ class ManifestSource(Rows):
 
     shards: Sequence[range] | None = None
 
-    def __init__(self, path: str, specs: Sequence[FieldSpec]) -> None:
+    def __init__(self, path: str, specs: Sequence[FieldSpec], folder: str | None = None) -> None:
         columns = {spec: spec.columns if number else ("path",) for number, spec in enumerate(specs)}
         keys = list(dict.fromkeys(itertools.chain(*columns.values())))
 
@@ -67,9 +68,9 @@ class ManifestSource(Rows):
         if not (isinstance(filled, list) and isinstance(names, list)):
             raise index.damaged_error()
         self._damaged_error = index.damaged_error
-        self.skipped = unread_line(redact(path), map(str, names), {"path", "file_name", *TIMES, *keys})
+        self.skipped = unread_line(redact(path), map(str, names), {*_PATH_COLUMNS, *TIMES, *keys})
         filled_columns = {spec: [name for name in columns[spec] if name in filled] for spec in columns}
-        super().__init__(filled_columns, os.path.dirname(path))
+        super().__init__(filled_columns, os.path.expanduser(folder) if folder else os.path.dirname(path))
         self._path = path
 
     def __len__(self) -> int:
@@ -122,7 +123,7 @@ def _read_rows(
             for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):
                 if len(names) < _MOST_COLUMNS:
                     names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS))
-                cells = {"path": cells.get("file_name"), **cells}
+                cells = {"path": cells.get("file_name") or cells.get("filename"), **cells}
                 start, end = seconds_of(cells)
                 row = {name: cells[name] for name in keys if cells.get(name) not in (None, "")}
                 for name in array_columns & row.keys():
@@ -187,8 +188,8 @@ def _read_table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iter
     rows = csv.reader(lines, strict=True) if delimiter == "," else map(_cells_of_tsv, lines)
     header = [name.strip() for name in next(rows, [])]
     lines.row.clear()
-    if not {"path", "file_name"} & {*header}:
-        raise ValueError(f"it has no column path (or file_name), it has {', '.join(header) or 'nothing'}")
+    if not _PATH_COLUMNS & {*header}:
+        raise ValueError(f"it has no column path (or file_name, filename), it has {', '.join(header) or 'nothing'}")
     is_open = False  # whether a cell of the last line begins with an unclosed quotation mark
     for cells in rows:
         for line in lines.row[1:]:

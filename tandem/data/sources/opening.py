@@ -37,6 +37,7 @@ def open_source(
     start_shard: int = 0,
     end_shard: int | None = None,
     shard_width: int = 6,
+    folder: str | None = None,
 ) -> RecordSource:
     """The samples of a path: a folder of files; a manifest; a .tar, a folder of tars, a pattern (`tars/*.tar`) or a
     range of them (`{000..010}.tar`), or a path with `{}` for the number; a .arrow or .parquet, a folder, a pattern or a
@@ -46,6 +47,7 @@ def open_source(
         demo: The demonstration that messages recommend, such as "demo:shapes".
         start_shard, end_shard: Numbers of the first and of the last tar, inclusive; None: no limit.
         shard_width: Digits of the number in the place of `{}`.
+        folder: The folder of the files that a manifest names, by default its own.
 
     Raises ValueError, in one line, if the path leads to no such source, or to one without samples.
     """
@@ -60,7 +62,7 @@ def open_source(
         if _all_end_with(paths, TABLE_ENDINGS):
             source = TableSource(source, field_specs)
         elif len(paths) == 1 and _all_end_with(paths, MANIFEST_ENDINGS):
-            source = ManifestSource(paths[0], field_specs)
+            source = ManifestSource(paths[0], field_specs, folder)
         else:
             raise _unknown_source_error(path, paths, f"{field_specs[0].noun}s")
     if selects_tars:

@@ -179,6 +179,35 @@ def zero_shot_hits(
     return _rank_candidates(_unit_vectors(audio[rows]), _unit_vectors(embeddings), relevant)[:, 0] == 1
 
 
+def classification_values(scores: Tensor, is_class: Tensor) -> dict[str, float]:
+    """The values of a classification of n sounds in c classes by scores (n, c):
+
+    - `top1`, and `top5` of more than 10 classes: share of sounds whose class is among the first 1, 5; ties count
+      against it. Only if every sound has one class;
+    - `map`: mean of the average precisions of the classes that a sound has.
+
+    Args:
+        scores: float64 on the CPU.
+        is_class: bool (n, c), whether a sound is of a class; at least one is True.
+    """
+    values = dict[str, float]()
+    if bool((is_class.sum(1) == 1).all()):
+        n_before = ((scores >= scores[is_class][:, None] - _TIE) & ~is_class).sum(1)  # classes before that of the sound
+        for k in (1, 5) if scores.shape[1] > 10 else (1,):
+            values[f"top{k}"] = int((n_before < k).sum()) / len(scores)
+    precisions = [average_precision(scores[:, c], is_class[:, c]) for c in is_class.any(0).nonzero().flatten().tolist()]
+    return {**values, "map": statistics.fmean(precisions)}
+
+
+def average_precision(scores: Tensor, is_relevant: Tensor) -> float:
+    """Area below the steps of precision over recall, as scikit-learn's average_precision_score: the mean, over the
+    relevant items, of the share of relevant ones among all items with at least their score. `scores` (n,);
+    `is_relevant` bool (n,), at least one is True."""
+    thresholds, everything = scores[is_relevant].sort().values, scores.sort().values
+    n_relevant, n_items = (len(x) - torch.searchsorted(x, thresholds).double() for x in (thresholds, everything))
+    return statistics.fmean((n_relevant / n_items).tolist())
+
+
 def _unit_vectors(vectors: Tensor) -> Tensor:
     """(..., d) -> unit vectors float64."""
     return functional.normalize(double(vectors), dim=-1)

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from tandem.training.metrics import retrieval
-from tandem.training.metrics.retrieval import RetrievalQuality, class_embeddings, zero_shot_hits
+from tandem.training.metrics.retrieval import (
+    RetrievalQuality,
+    average_precision,
+    class_embeddings,
+    classification_values,
+    zero_shot_hits,
+)
 from tests.processes import Process, on_processes
 
 ALONE = Process()
@@ -194,3 +200,28 @@ def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
         return found, quality.zero_shot(processes, found, classes)
 
     assert on_processes(3, measure) == [(names, {"zero_shot/top1": 3 / 5, "zero_shot/chance_top1": 1 / 3})] * 3
+
+
+@pytest.mark.parametrize("levels", [3, 50, 10**6])
+def test_average_precision_is_that_of_scikit_learn_also_with_ties(levels):
+    metrics = pytest.importorskip("sklearn.metrics")
+    generator = torch.Generator().manual_seed(levels)
+    for share in (0.02, 0.3, 1):
+        scores = torch.randint(0, levels, (200,), generator=generator).double()
+        is_relevant = torch.rand(200, generator=generator) < share
+        expected = metrics.average_precision_score(is_relevant.numpy(), scores.numpy())
+        assert average_precision(scores, is_relevant) == pytest.approx(expected, rel=1e-12)
+
+
+def test_classes_are_counted_among_the_first_ones_with_ties_against_them_and_not_where_sounds_have_several():
+    scores, is_class = -torch.arange(12.0).double().expand(6, 12).clone(), torch.zeros(6, 12, dtype=torch.bool)
+    is_class[range(6), [0, 1, 4, 5, 11, 0]] = True
+    scores[5, 1] = scores[5, 0]
+    found = classification_values(scores, is_class)
+    assert (found["top1"], found["top5"]) == (1 / 6, 4 / 6)
+    assert classification_values(scores[:, :6], is_class[:, :6]).keys() == {"map"}, "a sound has no class left"
+    is_class[0, 3] = True
+    assert classification_values(scores, is_class).keys() == {"map"}
+    perfect = torch.eye(3, dtype=torch.bool)
+    assert classification_values(perfect.double(), perfect) == {"top1": 1, "map": 1}
+    assert classification_values(torch.ones(3, 3).double(), perfect) == {"top1": 0, "map": pytest.approx(1 / 3)}
