@@ -54,6 +54,8 @@ WITHOUT_EFFECT = {"output_dir", "num_workers", "timeout_minutes", "keep_n_checkp
 # Of the replay: it makes no saves of its own, and no limit of time ends it.
 REPLAYED_WITH = {"max_minutes": None, "save_before_minutes": None, "save_every_minutes": 0.0, "save_every_n_steps": 0,
                  "report_to": "none"}  # fmt: skip
+# Of a checkpoint: what time and place of the run decide.
+OF_THE_PLACE = ("progress/seconds", "tokenizer/name")
 # metrics.jsonl has 12 digits, of fp64 means that other processes may add in another order.
 LAST_DIGIT = 1e-11
 # How verdicts begin, and their exit codes; the first that one of several machines has counts.
@@ -101,8 +103,8 @@ class Replay:
         indices = [n for n, start in enumerate(lines) if max(start["step"], self.first) < ends[n]]
         if not (indices and self.first in kept and self.last in kept):
             raise ValueError(
-                f"--updates {self.first}:{self.last}: {run} holds its state after {', '.join(map(str, kept))} updates: give "
-                "two of these; a run saves every --save_every_n_steps and keeps the newest --keep_n_checkpoints"
+                f"--updates {self.first}:{self.last}: {run} holds its state after {', '.join(map(str, kept))} updates: "
+                "give two of these; a run saves every --save_every_n_steps and keeps the newest --keep_n_checkpoints"
             )
         for start in lines[indices[0] + 1 : indices[-1] + 1]:
             if changed := sorted(start.get("changed", {}).keys() - WITHOUT_EFFECT):
@@ -120,8 +122,8 @@ class Replay:
                 backend.add_arguments(of_backends)
             for flag in ("distributed_backend", *vars(of_backends.parse_args([]))):
                 del self.settings[flag]
-        #: Whether the replay's processes add in the order of the run's; `check` sets it.
-        self.is_alike = True
+        #: Whether the replay's processes add in the order of the run's; whether the folder stays, because it differs.
+        self.is_alike, self.is_kept = True, False
 
     def __str__(self) -> str:
         return f"updates {self.first + 1} to {self.last} of {self.run}"
@@ -195,9 +197,9 @@ class Replay:
         found = [f"{name} {text}" for name, text in texts.items() if text]
         where = f"{self} on {socket.gethostname()}"
         if not found:
-            delete(self.output)
             note = "" if self.is_alike else "; validations, whose sums depend on the processes, were not compared"
             return f"{CONFIRMED}{where}: {len(names)} logged values and tensors are the same, bit by bit{note}"
+        self.is_kept = True
         logged = [text for text in found if text.startswith("update ")]
         firsts = "; ".join([*logged[:1], *found[len(logged) :][:1]])
         return f"{DIFFERS}{where}: {firsts}; {len(found)} of {len(names)} differ; the replay is in {self.output}"
@@ -214,10 +216,9 @@ class Replay:
                 if (self.first, False) < position <= (self.last, False) and (self.is_alike or not position[1]):
                     values |= {f"update {position[0]}: {name}": line[name] for name in line if name not in COSTS}
         parts = read_checkpoint(checkpoint(folder, self.last), verify=False)[0]
-        del parts["progress"]["seconds"]
         if not self.is_alike:
             parts.pop("best", None)
-        return values | dict(leaves(parts))
+        return values | {name: value for name, value in leaves(parts) if name not in OF_THE_PLACE}
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -307,7 +308,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         replay = Replay(Path(args.run), args.updates, Path(output), args.anyway)
         if distributed.launched_as_root():
             replay.prepare()
-    replay.make(flags)
+    try:
+        replay.make(flags)
+    finally:
+        if distributed.launched_as_root() and not replay.is_kept:
+            delete(replay.output)
 
 
 if __name__ == "__main__":
