@@ -111,3 +111,25 @@ def test_what_has_to_be_equal_is_named_and_other_conditions_only_tried_anyway(
     assert code == 2 and "git_commit cafe and not " in line and "cpu_threads 7 and not 1" in line, line
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert said(run, "--anyway")[0] == 0
+
+
+def test_a_stretch_has_the_flags_of_its_time_and_one_in_which_they_changed_is_refused(said, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VAE.train(run, "--max_steps", "2", "--save_every_n_steps", "1")
+    VAE.train(run, "--max_steps", "4", "--save_every_n_steps", "1", "--learning_rate", "0.01")
+    assert said(run, "--updates", "0:2")[0] == said(run, "--updates", "2:4")[0] == 0
+    code, line = said(run, "--updates", "0:4")
+    assert code == 2 and "--learning_rate changed after update 2; begin or end there" in line, line
+
+
+def test_data_that_moved_are_named_by_a_flag_and_others_are_refused(said, tmp_path: Path) -> None:
+    run, old, new = tmp_path / "run", VAE.data.write(tmp_path / "old", 20), tmp_path / "new"
+    VAE.main(*VAE.flags(run, "--max_steps", "2", "--image_folder", str(old), without=["image_folder"]))
+    old.rename(new)
+    code, line = said(run)
+    assert code == 2 and str(old) in line, line
+    assert said(run, "--image_folder", str(new))[0] == 0
+    (new / "05.png").rename(new / "5.png")
+    code, line = said(run, "--image_folder", str(new))
+    assert code == 2 and f"files in the data of {run} were added, removed or renamed" in line, line
+    assert [path.name for path in tmp_path.iterdir() if "replay" in path.name] == []
