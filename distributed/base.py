@@ -280,10 +280,15 @@ class Backend(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The resolved configuration as JSON values, for the log and starts.jsonl."""
-        plan, options = self.options.plan, self.options
+        import torch
+
+        from .devices import processor_name
+
+        plan, options, device = self.options.plan, self.options, self.processes.device
         return {
             "backend": self.name, "launcher": self.launch.launcher, "world_size": self.processes.world_size,
-            "device": str(self.processes.device), "precision": options.precision, "batch_size": plan.global_batch_size,
+            "device": str(device), "processor": processor_name(device), "cpu_threads": torch.get_num_threads(),
+            "precision": options.precision, "batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size, "grad_accum_steps": plan.grad_accum_steps,
             "batch_parts": plan.batch_parts,
             "asked_grad_accum_steps": plan.asked_grad_accum_steps, "max_grad_norm": options.max_grad_norm,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import platform
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +46,19 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     device = torch.device(accelerator.type, local_rank)
     torch.accelerator.set_device_index(device)
     return device
+
+
+@cache
+def processor_name(device: torch.device) -> str:
+    """The kind of a GPU, or of the CPU and its widest vector instructions: it decides how operations round."""
+    if device.type != "cpu":
+        get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+        return str(get_name(device)) if get_name else device.type
+    model = ""
+    with contextlib.suppress(OSError):  # not Linux
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def gpus_are_shared() -> bool:

@@ -15,6 +15,7 @@ FILES = {
     "Saves and the disk": ["training/checkpoint/test_faults.py", "training/test_run.py"],
     "A resume under other conditions": ["launch/test_moved.py", "launch/test_exact_data.py"],
     "The same numbers on every backend": ["launch/test_scripts.py", "launch/test_contracts.py"],
+    "Receipts": ["test_verify.py", "launch/test_verify.py"],
     "Files of strangers": ["weights/test_hostile_files.py", "io/test_writing.py"],
 }
 _HEAD = """# What the tests show

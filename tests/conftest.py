@@ -62,7 +62,7 @@ def finished(request: pytest.FixtureRequest, run_of_eight: Callable[[Script], Pa
 
 
 # They read what tests/launch/jobs.py starts once per launcher.
-SHARING_JOBS = "contracts|contrastive|moved|scripts"
+SHARING_JOBS = "contracts|contrastive|moved|scripts|verify"
 
 
 class _Groups(LoadScopeScheduling):

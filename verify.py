@@ -1,0 +1,319 @@
+"""Replay a stretch of a run from one of its checkpoints to a later one, and compare every logged value and every tensor
+with those of the run, bit by bit.
+
+    python verify.py runs/vae                                # from the newest checkpoint but one to the newest
+    torchrun --nproc_per_node 8 verify.py runs/vae --updates 1000:1500
+    deepspeed verify.py runs/vae --updates 1000:1500
+    horovodrun -np 8 python verify.py runs/vae --updates 1000:1500
+    torchrun --nnodes 4 --nproc_per_node 8 ... verify.py runs/vae --every_machine    # which machine computes wrongly?
+
+Nothing is written to the folder of the run. Exit code 0: confirmed, 1: it differs, 2: it cannot be told, and why. What
+has to be equal, and for whom this is: docs/receipts.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem import distributed
+from tandem.commands import script_module, script_parser
+from tandem.config.converters import Joined, non_negative_int
+from tandem.config.parser import ArgumentParser
+from tandem.distributed.backends import all_backends
+from tandem.io.exits import FAILED, MISTAKE, exit_codes, exit_process
+from tandem.io.reading import parse_json, read_json, read_lines
+from tandem.io.writing import delete, move_aside
+from tandem.training.checkpoint.listing import list_checkpoints, step_of
+from tandem.training.metrics.directions import COSTS, EVALUATION_SECONDS
+from tandem.training.run_folder.starts import environment, starts
+from tandem.weights.origin import read_run_arguments
+
+if TYPE_CHECKING:  # importing PyTorch takes seconds
+    from tandem.distributed import ProcessGroup
+    from tandem.training.run import Run
+
+# What decides the last bits of every run. With --batch_parts nothing else does; without, PLACEMENT does, too.
+ALWAYS = ("git_commit", "torch", "processor", "device", "precision", "batch_parts")
+PLACEMENT = ("backend", "world_size", "micro_batch_size", "grad_accum_steps", "zero_stage", "cpu_threads")
+# Flags that a later start within a stretch may have changed.
+WITHOUT_EFFECT = {"output_dir", "num_workers", "timeout_minutes", "keep_n_checkpoints", "save_every_minutes"}
+# Of the replay: it makes no saves of its own, and no limit of time ends it.
+REPLAYED_WITH = {"max_minutes": None, "save_before_minutes": None, "save_every_minutes": 0.0, "save_every_n_steps": 0,
+                 "report_to": "none"}  # fmt: skip
+# Of a checkpoint: what time and place of the run decide.
+OF_THE_PLACE = ("progress/seconds", "tokenizer/name")
+# metrics.jsonl has 12 digits, of fp64 means that other processes may add in another order.
+LAST_DIGIT = 1e-11
+# How verdicts begin, and their exit codes; the first that one of several machines has counts.
+DIFFERS, UNKNOWN, CONFIRMED = "differs: ", "no verdict: ", "confirmed: "
+CODES = {DIFFERS: FAILED, UNKNOWN: MISTAKE, CONFIRMED: 0}
+POLL_SECONDS = 0.2
+
+
+def build_parser() -> ArgumentParser:
+    text = "Replay a stretch of a run, and compare every logged value and every tensor bit by bit."
+    parser = ArgumentParser("verify.py", text, is_root=distributed.launched_as_root)
+    parser.usage = "%(prog)s RUN [--updates FIRST:LAST] [flags] [flags of the run's script]"
+    # fmt: off
+    parser.add_argument("run", metavar="RUN", help="run folder of a training script; nothing is written to it")
+    parser.add_argument("--updates", type=Joined("FIRST:LAST", ":", non_negative_int, count=2, is_ascending=True),
+        help="two of the run's checkpoints; 0 as the first: from the beginning (default: the two newest)")
+    parser.add_argument("--every_machine", action="store_true",
+        help="let the processes of each machine replay the stretch alone, and name the machines that differ")
+    parser.add_argument("--output", metavar="DIR",
+        help="folder of the replay, which all machines see; deleted if it confirms the run (default: RUN.replay)")
+    parser.add_argument("--anyway", action="store_true",
+        help="replay although PyTorch, processor, backend or processes are others, which may explain a difference")
+    # fmt: on
+    return parser
+
+
+class Replay:
+    """The updates of a run after `first` up to `last`, made once more in the folder `output`.
+
+    Args:
+        updates: (first, last); None: the run's two newest checkpoints.
+        anyway: Whether conditions that may change the bits are accepted.
+
+    Raises:
+        ValueError: one line, if the run lacks the checkpoints, or does not say how it made these updates.
+    """
+
+    def __init__(self, run: Path, updates: tuple[int, int] | None, output: Path, anyway: bool) -> None:
+        self.run, self.output, self.anyway = run, output, anyway
+        args, lines = read_run_arguments(run), [start for start in starts(run) if isinstance(start.get("step"), int)]
+        kept = [0, *map(step_of, list_checkpoints(run / "checkpoints"))]
+        self.first, self.last = updates or (kept[-2:] if len(kept) > 1 else (0, 0))
+        # A start made the updates from its own first up to those that a later start made once more.
+        ends = [min([self.last, *(later["step"] for later in lines[n + 1 :])]) for n in range(len(lines))]
+        indices = [n for n, start in enumerate(lines) if max(start["step"], self.first) < ends[n]]
+        if not (indices and self.first in kept and self.last in kept):
+            raise ValueError(
+                f"--updates {self.first}:{self.last}: {run} holds its state after {', '.join(map(str, kept))} updates: "
+                "give two of these; a run saves every --save_every_n_steps and keeps the newest --keep_n_checkpoints"
+            )
+        for start in lines[indices[0] + 1 : indices[-1] + 1]:
+            if changed := sorted(start.get("changed", {}).keys() - WITHOUT_EFFECT):
+                raise ValueError(f"{self}: --{changed[0]} changed after update {start['step']}; begin or end there")
+        #: The conditions of the starts that made the updates, and what the replay's own starts.jsonl begins with.
+        self.makers, self.starts = [conditions(lines[n]) for n in indices], lines[: indices[0] + 1]
+        self.script, self.settings = args.script, script_parser(args.script).settings(args)
+        for start in reversed(lines[indices[0] + 1 :]):
+            self.settings |= {flag: old for flag, (old, _) in start.get("changed", {}).items()}
+        self.settings |= {**REPLAYED_WITH, "output_dir": str(output)}
+        self.has_parts = bool(self.settings["batch_parts"])
+        if self.has_parts:  # on any backend: the launcher and the flags of the replay choose it
+            of_backends = argparse.ArgumentParser()
+            for backend in all_backends().values():
+                backend.add_arguments(of_backends)
+            for flag in ("distributed_backend", *vars(of_backends.parse_args([]))):
+                del self.settings[flag]
+        #: Whether the replay's processes add in the order of the run's; whether the folder stays, because it differs.
+        self.is_alike, self.is_kept = True, False
+
+    def __str__(self) -> str:
+        return f"updates {self.first + 1} to {self.last} of {self.run}"
+
+    def prepare(self) -> None:
+        """Make the folder, with what a run reads that is resumed there. On the root. Raises OSError."""
+        import yaml
+
+        if self.output.exists():
+            move_aside(self.output)
+        (self.output / "best").mkdir(parents=True)
+        (self.output / "config.yaml").write_text(yaml.safe_dump(self.settings))
+        (self.output / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in self.starts))
+        for name in ("tokenizer.json", "best/best.json"):
+            if (self.run / name).is_file():
+                shutil.copyfile(self.run / name, self.output / name)
+        if self.first:
+            shutil.copytree(checkpoint(self.run, self.first), checkpoint(self.output, self.first))
+
+    def make(self, flags: Sequence[str]) -> None:
+        """Run the script with the flags of the run and further `flags`; `watch` ends the process."""
+        import yaml
+
+        from tandem.training.run import Run
+
+        with tempfile.TemporaryDirectory() as folder, Run.watched(self.watch):
+            config = Path(folder, "config.yaml")  # other processes may not see that of `output` yet
+            config.write_text(yaml.safe_dump(self.settings))
+            script_module(self.script).main(["--config", str(config), *flags])
+
+    def watch(self, run: Run, event: str, _: Any) -> None:
+        if event == "start":
+            with run.processes.raise_on_all_ranks():
+                self.check(run)
+        elif event == "updated" and run.progress.step == self.last:
+            if line := run.line():
+                run.write_line(line)
+            run.save()
+            run.close()
+            with run.processes.raise_on_all_ranks():
+                verdict = self.verdict() if run.is_root else ""
+            verdict = run.processes.broadcast_object(verdict)
+            run.processes.say(verdict)
+            exit_process(exit_code([verdict]))
+
+    def check(self, run: Run) -> None:
+        """Raise ValueError, in one line, if this process cannot be expected to give the bits of the run."""
+        now = conditions({**environment(), **run.backend.describe()})
+        self.is_alike = not any(differing(maker, now, PLACEMENT) for maker in self.makers)
+        names = ALWAYS if self.has_parts else ALWAYS + PLACEMENT
+        reasons = [text for maker in self.makers for text in differing(maker, now, names)]
+        if now["device"] != "cpu" and not (self.has_parts or self.settings["deterministic"]):
+            reasons.append(
+                "neither --deterministic nor --batch_parts, without which a GPU may round otherwise each time"
+            )
+        if reasons and not self.anyway:
+            raise ValueError(f"{self} were made with {', '.join(reasons)}: make that equal, or give --anyway")
+        fingerprint = run.feed.first_samples.fingerprint
+        if self.makers[0].get("data_fingerprint", fingerprint) != fingerprint:
+            raise ValueError(f"files in the data of {self.run} were added, removed or renamed since: restore them")
+        state = read_json(checkpoint(self.run, self.last) / "state.json")
+        if state["parts"]["progress"].get("finished"):  # by --max_minutes, perhaps
+            run.progress.last_step = self.last
+
+    def verdict(self) -> str:
+        """One line: that the replay confirms the run, or the first value and the first tensor that differ."""
+        recorded, replayed = self.values(self.run), self.values(self.output)
+        # A run that ended at `first`, and was extended, made an evaluation there that the replay does not make.
+        names = [n for n in {**recorded, **replayed} if n in replayed or not n.startswith(f"update {self.first}:")]
+        texts = {n: difference(recorded.get(n), replayed.get(n), self.is_alike) for n in names}
+        found = [f"{name} {text}" for name, text in texts.items() if text]
+        where = f"{self} on {socket.gethostname()}"
+        if not found:
+            note = "" if self.is_alike else "; validations, whose sums depend on the processes, were not compared"
+            return f"{CONFIRMED}{where}: {len(names)} logged values and tensors are the same, bit by bit{note}"
+        self.is_kept = True
+        logged = [text for text in found if text.startswith("update ")]
+        firsts = "; ".join([*logged[:1], *found[len(logged) :][:1]])
+        return f"{DIFFERS}{where}: {firsts}; {len(found)} of {len(names)} differ; the replay is in {self.output}"
+
+    def values(self, folder: Path) -> dict[str, Any]:
+        """What a run logged and saved, by names such as "update 5: loss" and "engine/weights/encoder.0.weight"."""
+        from tandem.training.checkpoint.format import read_checkpoint
+
+        values: dict[str, Any] = {}
+        for text in read_lines(folder / "metrics.jsonl"):
+            with suppress(ValueError):  # the last line of a killed run
+                line = parse_json(text)
+                position = (line["step"], EVALUATION_SECONDS in line)
+                if (self.first, False) < position <= (self.last, False) and (self.is_alike or not position[1]):
+                    values |= {f"update {position[0]}: {name}": line[name] for name in line if name not in COSTS}
+        parts = read_checkpoint(checkpoint(folder, self.last), verify=False)[0]
+        if not self.is_alike:
+            parts.pop("best", None)
+        return values | {name: value for name, value in leaves(parts) if name not in OF_THE_PLACE}
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
+def conditions(start: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of starts.jsonl with what decides the bits by the names of `ALWAYS`."""
+    device = str(start.get("device")).partition(":")[0]
+    return {**start, "torch": start.get("packages", {}).get("torch"), "device": device}
+
+
+def differing(recorded: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The recorded conditions that are others now, in words. Runs of earlier versions record fewer."""
+    pairs = [(name, recorded[name], now.get(name)) for name in names if name in recorded]
+    return [f"{name} {old} and not {new}" for name, old, new in pairs if old != new]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts with their paths."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def difference(old: Any, new: Any, is_alike: bool) -> str:
+    """How a value or tensor of the run and that of the replay differ, or ""."""
+    import torch
+
+    tensors = [x for x in (old, new) if isinstance(x, torch.Tensor)]
+    if len(tensors) < 2 or (old.shape, old.dtype) != (new.shape, new.dtype):
+        is_near = not is_alike and isinstance(old, float) and isinstance(new, float)
+        is_same = not tensors and (old == new or (is_near and math.isclose(old, new, rel_tol=LAST_DIGIT)))
+        return "" if is_same else f"is {str(old)[:80]} in the run, {str(new)[:80]} in the replay"
+    bits = [x.reshape(-1).view(torch.uint8).reshape(x.numel(), x.element_size()) for x in tensors]
+    places = (bits[0] != bits[1]).any(dim=1).nonzero()
+    if not len(places):
+        return ""
+    index = tuple(map(int, torch.unravel_index(places[0, 0], old.shape))) if old.dim() else ()
+    values = f"{old[index].item()!r} in the run, {new[index].item()!r} in the replay"
+    return f"differs in {len(places)} of {old.numel()} elements, first at {list(index)}: {values}"
+
+
+def exit_code(verdicts: Sequence[str]) -> int:
+    return next(code for beginning, code in CODES.items() if any(text.startswith(beginning) for text in verdicts))
+
+
+def compare_machines(words: Sequence[str], output: str, processes: ProcessGroup) -> None:
+    """Let each machine replay alone, by a job of as many processes as it has in this one, and print the verdicts.
+
+    Args:
+        words: The arguments for each replay, but --output.
+    """
+    host, verdict = socket.gethostname(), ""
+    count = processes.gather_objects(host).count(host)
+    with processes.raise_on_all_ranks():
+        if processes.local_rank == 0:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+            command = [*launcher, sys.argv[0], *words, "--output", f"{output}-{host}"]
+            env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+            with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, env=env, stdout=said) as replay:
+                while replay.poll() is None:
+                    processes.heartbeat("waiting for the replay of this machine")
+                    time.sleep(POLL_SECONDS)
+                said.seek(0)
+                own_lines = (line.strip() for line in said if line.startswith((CONFIRMED, DIFFERS)))
+                verdict = next(own_lines, f"{UNKNOWN}{host}, whose error is above")
+    verdicts = [text for text in processes.gather_objects(verdict) if text]
+    for text in verdicts:
+        processes.say(text)
+    exit_process(exit_code(verdicts))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
+    args, flags = parser.parse_known_args(words)
+    output = args.output or f"{Path(args.run)}.replay"
+    if args.every_machine:
+        common = ArgumentParser("verify.py", is_root=distributed.launched_as_root)
+        distributed.add_arguments(common, trains=False)
+        start = argparse.Namespace(**vars(common.parse([])), fresh=False, cpu_threads=1, precision="fp32")
+        words = [word for word in words if word != "--every_machine"]
+        distributed.launch_inference(partial(compare_machines, words, output), common, start)
+    with exit_codes(parser.error):
+        replay = Replay(Path(args.run), args.updates, Path(output), args.anyway)
+        if distributed.launched_as_root():
+            replay.prepare()
+    try:
+        replay.make(flags)
+    finally:
+        if distributed.launched_as_root() and not replay.is_kept:
+            delete(replay.output)
+
+
+if __name__ == "__main__":
+    main()
