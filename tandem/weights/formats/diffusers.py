@@ -25,7 +25,7 @@ from .taming import (
     CHANNEL_STATISTICS,
     GROUPS,
     Layout,
-    check_statistics,
+    checked_statistics,
     code_channels,
     public_state,
     read_autoencoder,
@@ -195,7 +195,7 @@ def _channel_statistics(config: Mapping[str, Any], scaling: Any) -> tuple[list[f
     mean, std = config.get("latents_mean"), config.get("latents_std")
     if mean is None and std is None:
         return None
-    check_statistics(mean, std)
+    mean, std = checked_statistics(mean, std)
     check_number("scaling_factor", scaling)
     if scaling <= 0:
         raise ValueError(f"its scaling_factor is {scaling}, not above 0")

@@ -194,9 +194,9 @@ def _is_quantizer_state(name: str) -> bool:
     return name.startswith("quantizer.") and not name.startswith("quantizer.codebook")
 
 
-def check_statistics(mean: Any, std: Any) -> None:
-    """Raise ValueError, in one line, unless an untrusted configuration's latents_mean and latents_std are two lists of
-    numbers, of one length, and the deviations above 0."""
+def checked_statistics(mean: Any, std: Any) -> tuple[list[float], list[float]]:
+    """The latents_mean and latents_std of an untrusted configuration. Raises ValueError, in one line, unless they are
+    two lists of numbers, of one length, and the deviations above 0."""
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std)):
         raise ValueError("its latents_mean and latents_std are not two lists of one length")
     for name, values in (("latents_mean", mean), ("latents_std", std)):
@@ -204,6 +204,7 @@ def check_statistics(mean: Any, std: Any) -> None:
             check_number(name, value)
             if value <= 0 and name == "latents_std":
                 raise ValueError(f"its latents_std is {value}, not above 0")
+    return mean, std
 
 
 def quantizer_state(

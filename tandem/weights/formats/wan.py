@@ -21,7 +21,7 @@ from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.video_tokenizer import VideoTokenizer
 from tandem.models.building import build_on_meta, check_arguments
 
-from .taming import check_statistics, quantizer_state
+from .taming import checked_statistics, quantizer_state
 
 CLASSES = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # of diffusers
 # Arguments of diffusers' classes: the name, its default there, and ours; see `read_config` for the others.
@@ -102,9 +102,8 @@ def read_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     for name in ("in_channels", "out_channels", "input_channels"):  # the last is Qwen-Image's
         if config.get(name, 3 * patch_size**2) != 3 * patch_size**2:
             raise ValueError(f"its {name} is {str(config[name])[:80]}; only colour images are supported")
-    statistics = [config.get(_LATENTS_MEAN, [*_MEAN_2_1]), config.get(_LATENTS_STD, [*_STD_2_1])]
-    check_statistics(*statistics)
-    return arguments, statistics
+    mean, std = config.get(_LATENTS_MEAN, [*_MEAN_2_1]), config.get(_LATENTS_STD, [*_STD_2_1])
+    return arguments, [*checked_statistics(mean, std)]
 
 
 def public_config(model: VideoTokenizer) -> dict[str, Any]:
