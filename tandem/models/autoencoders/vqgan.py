@@ -78,7 +78,8 @@ class VQGAN(Autoencoder):
         num_layers = count_halvings(config.ch_mult) if config.body == TAMING else config.num_layers
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
-        check_multiple("image_size", config.image_size, 2**num_layers, f"2^num_layers = {2**num_layers}")
+        multiple, patch = 2**num_layers * config.latent_patch, " x latent_patch" * (config.latent_patch > 1)
+        check_multiple("image_size", config.image_size, multiple, f"2^num_layers{patch} = {multiple}")
         self._arguments["num_layers"] = num_layers
         self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
         self.recompute, self.normalize_input = config.gradient_checkpointing, config.normalize_input
