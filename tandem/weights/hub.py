@@ -88,13 +88,12 @@ def download(name: str, filename: str | None = None, *, revision: str | None = N
     revision = revision or named_revision
     library = hub_library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
     options["revision"] = revision
+    api = library.HfApi(token=options.get("token"))
     failure: Exception | None = None  # of the connection to the Hub
     try:
         if not (options.get("local_files_only") or (revision and _COMMIT.fullmatch(revision))):
             try:
-                library.HfApi(token=options.get("token")).model_info(
-                    repository, revision=revision, timeout=TIMEOUT_SECONDS
-                )
+                api.model_info(repository, revision=revision, timeout=TIMEOUT_SECONDS)
             except Exception as error:  # of requests or httpx, depending on the version of huggingface_hub
                 if _has_answered(error):
                     raise
@@ -102,7 +101,7 @@ def download(name: str, filename: str | None = None, *, revision: str | None = N
         if filename:
             location = Path(library.hf_hub_download(repository, filename, **options))
         else:
-            location = _fetch_model(library, repository, options)
+            location = _fetch_model(library, api, repository, options)
     except Exception as error:
         endpoint = library.constants.ENDPOINT
         raise ValueError(
@@ -118,7 +117,7 @@ def snapshot_of(location: Path) -> Path:
     return next(folder for folder in (location, *location.parents) if _COMMIT.fullmatch(folder.name))
 
 
-def _fetch_model(library: Any, repository: str, options: Mapping[str, Any]) -> Path:
+def _fetch_model(library: Any, api: Any, repository: str, options: Mapping[str, Any]) -> Path:
     """The folder of a commit with a model and its configuration, or the only file of weights in it. ``options``: of
     ``hf_hub_download``. Raises its errors, and ValueError, in one line, if there is no such model."""
     missing: Exception | None = None
@@ -143,7 +142,7 @@ def _fetch_model(library: Any, repository: str, options: Mapping[str, Any]) -> P
         cache = Path(library.snapshot_download(repository, **options))
         names = [path.relative_to(cache).as_posix() for path in cache.rglob("*")]
     else:
-        names = library.HfApi(token=options.get("token")).list_repo_files(repository, revision=options["revision"])
+        names = api.list_repo_files(repository, revision=options["revision"])
     files = [name for name in names if name.endswith(WEIGHT_ENDINGS)]
     if len(files) > 1:
         advice = f"give one of them, {', '.join(files)[:200]}, in Python as filename, or its path after `hf download`"

@@ -125,6 +125,10 @@ def test_prefixes_are_taken_off_in_the_files_of_every_package(name: str, tmp_pat
     torch.save({**content, key: prefixed("module.", content[key])} if key else prefixed("module.", content), wrapped)
     assert detect_format(wrapped) is FORMATS[name]
     assert_same_bits(load_model(wrapped), load_model(path))
+    if name in ("muse", "musiclm", "llamagen"):  # in a module of Lightning, with a loss
+        state = content[key] if key else content
+        torch.save({"state_dict": {**prefixed("net.module.", state), "loss.w": torch.ones(2)}, **TRAINED}, wrapped)
+        assert_same_bits(load_model(wrapped), load_model(path))
 
 
 def test_what_a_published_network_is_read_from_may_have_a_prefix_too(tmp_path: Path) -> None:

@@ -71,8 +71,6 @@ class DiagonalGaussian(Bottleneck):
         super().__init__(0, config.latent_dim)
         self.in_dim = 2 * self.dim
         self.patch = getattr(config, "latent_patch", 1)  # a video tokenizer has none
-        if self.patch < 1:
-            raise ValueError(f"latent_patch {self.patch}: give at least 1")
         self.register_buffer("latent_stats", torch.zeros(3))
         self.register_buffer("channel_stats", torch.zeros(3, self.dim * self.patch**2))
         self._sums: list[Tensor] = []
