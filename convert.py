@@ -175,7 +175,7 @@ def with_latent_statistics(model: Any, part: Mapping[str, Any]) -> Any:
     if not model.get("scaling_factor") and getattr(latent_stats, "shape", None) == (3,):
         scaling_factor, shift_factor = compute_scale(latent_stats) or (None, None)
         model = {**model, "scaling_factor": scaling_factor, "shift_factor": shift_factor}
-    if getattr(channel_stats, "shape", None) == (3, model.get("latent_dim")):
+    if getattr(channel_stats, "ndim", None) == 2 and len(channel_stats) == 3:
         mean, std = compute_channel_statistics(channel_stats) or (None, None)
         model = {**model, "latents_mean": mean, "latents_std": std}
     return model

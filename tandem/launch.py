@@ -233,7 +233,7 @@ def fetch_model(name: str | None, processes: ProcessGroup) -> str | None:
         if processes.is_root and (is_on_hub := hub.is_on_hub(name)):
             model, _ = hub.parse_name(name) or (name, None)
             processes.heartbeat("downloading the model", is_uninterrupted=True)
-            pinned_name = f"{model}@{hub.download(name).name}"
+            pinned_name = f"{model}@{hub.snapshot_of(hub.download(name)).name}"
     pinned_name, is_on_hub = processes.broadcast_object([pinned_name, is_on_hub])
     if not is_on_hub:
         hub.set_folder(name, Path(name))

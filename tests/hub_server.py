@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 from tests import fault_proxy
 
@@ -108,6 +112,10 @@ class Handler(BaseHTTPRequestHandler):
             if self.command == "POST" and not is_known:
                 self.answer(401, {"error": "Invalid username or password."})
                 return
+            private_names = [name for name, repository in self.hub.repositories.items() if repository.private]
+            if not is_known and any(f"/{name}" in path for name in private_names):
+                self.not_found("RepoNotFound")
+                return
             self.route(path, body)
 
     do_GET = do_HEAD = do_POST = handle_request
@@ -158,9 +166,12 @@ class Handler(BaseHTTPRequestHandler):
                     content[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "deletedFile":
                     del content[value["path"]]
-            sha = repository.commit(content, lines[0]["value"]["summary"], revision)
+            is_request = "create_pr=1" in self.path
+            branch = "refs/pr/1" if is_request else revision
+            sha = repository.commit(content, lines[0]["value"]["summary"], branch)
             address = f"{self.hub.endpoint}/{name}/commit/{sha}"
-            self.answer(200, {"commitUrl": address, "commitOid": sha, "success": True})
+            request = {"pullRequestUrl": f"{self.hub.endpoint}/{name}/discussions/1"} if is_request else {}
+            self.answer(200, {"commitUrl": address, "commitOid": sha, "success": True, **request})
 
     def info(self, name: str, revision: str) -> None:
         repository = self.hub.repositories.get(name)
@@ -202,6 +213,17 @@ class Handler(BaseHTTPRequestHandler):
             return
         is_other = self.hub.failure == "other body" and self.command == "GET"
         self.answer(200, content[::-1] if is_other else content, headers)
+
+
+@contextmanager
+def reached(cache: Path) -> Iterator[Hub]:
+    """A server that huggingface_hub in this process takes for the Hub, with this cache."""
+    with serving() as hub, pytest.MonkeyPatch.context() as patch:
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"  # made of the one at the import
+        patch.setattr(constants, "ENDPOINT", hub.endpoint)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        yield hub
 
 
 @contextmanager

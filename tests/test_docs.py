@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import encode
 from scripts import tested
 from tandem.data.tokenizers import open_tokenizer
 from tandem.models import VQGAN, Decoder, DiscreteVAE, VideoTokenizer
+from tests.hub_server import TOKEN, reached
+from tests.models.reference.autoencoders import written
 from tests.models.test_decoder import SMALL
 from tests.scripts import SCRIPTS, words
 
@@ -180,6 +183,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @each_document
 def test_the_python_of_a_page_runs(document: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     generator = torch.Generator().manual_seed(0)
     names: dict[str, Any] = {
         "images": torch.rand(2, 3, SIDE, SIDE, generator=generator),
@@ -192,7 +196,23 @@ def test_the_python_of_a_page_runs(document: Path, trained: Path, monkeypatch: p
             continue
         if "scaling_factor" in block:
             names["model"] = VQGAN.from_pretrained("runs/latents/model")
-        exec(compile(block, str(document), "exec"), names)
+        with hub_of_a_page(trained) if "alice/" in block else nullcontext():
+            exec(compile(block, str(document), "exec"), names)
+
+
+@contextmanager
+def hub_of_a_page(folder: Path) -> Iterator[None]:
+    """A stand-in for the Hub, with the models that docs/hub.md names."""
+    with reached(folder / "hub") as hub:
+        model = {path.name: path.read_bytes() for path in (folder / "runs" / "vqgan-demo" / "model").iterdir()}
+        of_diffusers = {path.name: path.read_bytes() for path in written("sd", folder).iterdir()}
+        file = written("taming", folder).read_bytes()
+        hub.publish("alice/faces", model)
+        hub.repositories["alice/faces"].branches["v2"] = hub.repositories["alice/faces"].branches["main"]
+        hub.repositories["alice/faces"].private = True
+        hub.publish("stabilityai/sd-vae-ft-mse", of_diffusers)
+        hub.publish("alice/experiments", {"epoch_8.ckpt": b"", "epoch_9.ckpt": file})
+        yield
 
 
 def test_commands_are_found() -> None:

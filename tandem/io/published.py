@@ -81,6 +81,24 @@ def read_state_dict(
     return state
 
 
+def part_with(state: Mapping[str, Tensor], name: str, prefixes: Container[str] = ()) -> tuple[str, dict[str, Tensor]]:
+    """The prefix that a trainer has put before the names of a model, one of whose weights is ``name``, and the tensors
+    with this prefix, without it. Other tensors, such as those of a loss, are left out.
+
+    Args:
+        prefixes: Where several models have such a weight, the one with this prefix is meant, or with none.
+
+    Raises:
+        ValueError: one line, if there are several models.
+    """
+    found = [key.removesuffix(name) for key in state if key.endswith(name)]
+    chosen = ["" for prefix in found if not prefix] or [prefix for prefix in found if prefix in prefixes] or found
+    if len(chosen) > 1:
+        raise ValueError(f"it holds {len(chosen)} models: {', '.join(chosen)[:80]}; give a file of one")
+    prefix = "".join(chosen)
+    return prefix, {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+
+
 def shape_of(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
     """The shape of a tensor, from which arguments of its model are inferred. Raises ValueError, in one line, if the
     tensor is missing or has another number of dimensions."""

@@ -46,7 +46,7 @@ _OTHER_FOLDERS = (
     (".metadata", "a checkpoint of torch.distributed.checkpoint, whose weights are in pieces",
      "run `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt`"),
 )  # fmt: skip
-_WEIGHT_ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+WEIGHT_ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
 def read_content(path: Path, names: Container[str] | None = None) -> Any:
@@ -65,7 +65,7 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
         if is_safetensors(path):
             with safe_open(path, framework="pt") as file:
                 keys = file.keys()
-                pairs = zip(keys, _strip_wrappers(keys), strict=True)
+                pairs = zip(keys, strip_wrappers(keys), strict=True)
                 return {name: file.get_tensor(key) for key, name in pairs if names is None or name in names}
         is_archive = zipfile.is_zipfile(path)
         check_archive(path) if is_archive else check_old_file(path)
@@ -138,7 +138,7 @@ def why_no_model(folder: Path) -> str:
     for pattern, kind, remedy in _OTHER_FOLDERS:
         if next(folder.glob(pattern), None):
             return f"it is {kind}; {remedy}; "
-    files = sorted(path for path in folder.glob("*") if path.suffix in _WEIGHT_ENDINGS and path.is_file())
+    files = sorted(path for path in folder.glob("*") if path.suffix in WEIGHT_ENDINGS and path.is_file())
     return f"give one of its files in place of the folder, such as {files[0]}; " if files else ""
 
 
@@ -147,7 +147,7 @@ def _strip_names(content: Any) -> Any:
 
     def strip_mapping(value: Any) -> Any:
         is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-        return dict(zip(_strip_wrappers(value), value.values(), strict=True)) if is_mapping else value
+        return dict(zip(strip_wrappers(value), value.values(), strict=True)) if is_mapping else value
 
     if not isinstance(content, dict):
         return content
@@ -156,7 +156,7 @@ def _strip_names(content: Any) -> Any:
     return strip_mapping({key: inner[id(value)] for key, value in content.items()})
 
 
-def _strip_wrappers(names: Iterable[str]) -> list[str]:
+def strip_wrappers(names: Iterable[str]) -> list[str]:
     """Names of weights without the prefixes of wrappers; unchanged if two names would become equal."""
     stripped = [_INNER_WRAPPERS.sub("", name) for name in names]
     while wrapper := next(

@@ -92,14 +92,59 @@ class Pretrained(nn.Module):
     def _saved_weights(self) -> dict[str, Tensor]:
         return without_unmeasured_statistics(on_cpu(self.state_dict()))
 
+    def push_to_hub(
+        self, repo_id: str, *, commit_message: str = "Upload a model", private: bool | None = None,
+        token: str | bool | None = None, branch: str | None = None, create_pr: bool | None = None, **patterns: Any,
+    ) -> str:  # fmt: skip
+        """Upload the model folder to the Hugging Face Hub in one commit, with a card unless the repository has one. The
+        arguments are those of huggingface_hub's ``PyTorchModelHubMixin.push_to_hub``, without config, which is always
+        the model's, and model_card_kwargs.
+
+        Args:
+            repo_id: USER/NAME; created if it does not exist.
+            private: Make it private; one that exists and is public is refused. None: as the account has it.
+            token: None: that of HF_TOKEN or of the login.
+            branch: To commit to; made if it does not exist. None: main.
+            create_pr: Make a pull request of the commit.
+            patterns: allow_patterns, ignore_patterns, delete_patterns: a pattern of names of files, or several.
+
+        Returns:
+            The address of the commit, or of the pull request.
+
+        Raises:
+            ValueError: one line, if it failed.
+        """
+        options = {"private": private, "token": token, "branch": branch, "create_pr": create_pr, **patterns}
+        return str(_weights_module("push").push_model(self, repo_id, commit_message, **options))
+
     @classmethod
-    def from_pretrained(cls: type[Self], folder: str | Path) -> Self:
+    def from_pretrained(
+        cls: type[Self], source: str | Path, filename: str | None = None, *, revision: str | None = None, **options: Any
+    ) -> Self:
+        """The model in a folder that ``save_pretrained`` wrote, or in a folder or a file of another package
+        (docs/formats.md), in eval mode.
+
+        Args:
+            source: A path or, without one, USER/NAME or USER/NAME@REVISION of the Hugging Face Hub.
+            filename: The file of weights in the folder or the repository, if it is of another package and not the only
+                one.
+            revision: A branch, a tag or a commit on the Hub.
+            options: token, cache_dir, force_download, local_files_only, as for ``huggingface_hub.hf_hub_download``. The
+                environment variables of huggingface_hub hold, too.
+
+        Raises:
+            ValueError: one line, if a file is missing, damaged, hostile or of another model, or the Hub lacks it.
+        """
+        model: Self = _weights_module("load").load_pretrained(cls, source, filename, revision=revision, **options)
+        return model
+
+    @classmethod
+    def from_folder(cls: type[Self], folder: Path) -> Self:
         """The model that ``save_pretrained`` wrote, in eval mode. The weights may be in several files with an index.
 
         Raises:
             ValueError: one line, if a file is missing, damaged, hostile or of another model.
         """
-        folder = Path(folder)
         config = read_config(folder)
         if (class_name := config.pop("model")) != cls.__name__:
             raise ValueError(f"{folder} holds a {class_name}, not a {cls.__name__}")
@@ -160,6 +205,11 @@ def build_in_memory(model_class: type[Self], /, **arguments: Any) -> Self:
     check_arguments(arguments)
     build_on_meta(lambda: model_class.from_dict(arguments))
     return model_class.from_dict(arguments)
+
+
+def _weights_module(name: str) -> Any:
+    """A module of tandem.weights, by its name: that package imports the models."""
+    return importlib.import_module(f"tandem.weights.{name}")
 
 
 def get_model_class(name: str, source: Path) -> type[Pretrained]:

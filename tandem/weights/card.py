@@ -151,10 +151,9 @@ sources, `{train}` is `python {kind.script}`, and the others likewise:
 {discriminator if has_discriminator else ""}In Python:
 
 ```python
-from huggingface_hub import snapshot_download
 from tandem.models import {model}
 
-model = {model}.from_pretrained(snapshot_download("{name}"))
+model = {model}.from_pretrained("{name}")
 ```"""
 
 

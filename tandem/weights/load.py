@@ -70,15 +70,33 @@ def load_model(path: str | Path, weights: str = "best", *, is_lazy: bool = False
     return build(read_config(location), read_weights(location), location, is_lazy)
 
 
+def load_pretrained(cls: Any, source: str | Path, filename: str | None, **options: Any) -> Any:
+    """`Pretrained.from_pretrained`; ``options``: of `hub.download`."""
+    from tandem.weights.formats.diffusers import diffusers_folder
+
+    from . import hub
+
+    folder, location = Path(source), Path(source) / (filename or "")
+    if hub.is_on_hub(str(source)):
+        location = hub.download(str(source), filename, **options)
+        folder = hub.snapshot_of(location)
+    with with_user_name(source, folder):
+        if not (location.is_file() or diffusers_folder(location)):
+            return cls.from_folder(location)
+        model = load_model(location)
+    _check_class(model, source, cls.__name__)
+    return model
+
+
 @contextmanager
-def with_user_name(path: str | Path) -> Iterator[None]:
+def with_user_name(path: str | Path, folder: Path | None = None) -> Iterator[None]:
     """A context in whose errors the name of a model on the Hub replaces its folder in the cache."""
     from .hub import local_path
 
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace(str(local_path(Path(path))), str(path))) from None
+        raise ValueError(str(error).replace(str(folder or local_path(Path(path))), str(path))) from None
 
 
 class Trained(NamedTuple):
@@ -119,14 +137,18 @@ def open_model(path: str | Path, *class_names: str) -> Trained:
 
 def load_user_model(path: str | Path, *class_names: str, is_lazy: bool = False) -> Any:
     """The model of `open_model`, with its errors; ``is_lazy`` as in `load_model`."""
-    from .card import KINDS
-
     with with_user_name(path):
         model = load_model(default_weights_path(Path(path)), is_lazy=is_lazy)
+    _check_class(model, path, *class_names)
+    return model
+
+
+def _check_class(model: Any, path: str | Path, *class_names: str) -> None:
+    from .card import KINDS
+
     if class_names and (class_name := type(model).__name__) not in class_names:
         origin = f" of {KINDS[class_name].script}" if class_name in KINDS else ""
         raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(class_names)}")
-    return model
 
 
 def init_model(

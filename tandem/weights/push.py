@@ -1,10 +1,11 @@
-"""`convert.py push`: uploads a model folder with its card to the Hugging Face Hub."""
+"""`convert.py push` and `push_to_hub`: upload a model folder with its card to the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from .card import CARD, KINDS, PICTURE, model_card, newest_picture
 from .load import discriminator_folder, load_model, resolve, write_model
@@ -26,7 +27,7 @@ def push(args: argparse.Namespace) -> None:
         if args.dry_run:
             print(f"wrote {folder}; nothing was uploaded")
         else:
-            address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
+            address = hub.upload(folder, args.name, args.message, private=args.private or None, branch=args.branch)
             print(f"uploaded {args.path}: {address}")
 
 
@@ -53,10 +54,33 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
     if picture:
         write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_FILE_BYTES))
     settings = read_public_settings(run, KINDS[name]) if run else {}
-    count = sum(parameter.numel() for parameter in model.parameters())
-    weights = f"{count:,} parameters{describe_origin(location, kind, args.weights)}"
+    weights = f"{_count(model)} parameters{describe_origin(location, kind, args.weights)}"
     card = model_card(
         args.name, name, weights, KINDS[name], run, settings, has_picture=picture is not None,
         has_discriminator=discriminator_folder(folder) is not None, version=__version__,
     )  # fmt: skip
     write_atomically(folder / CARD, card.encode())
+
+
+def push_model(model: Any, name: str, message: str, **options: Any) -> str:
+    """`Pretrained.push_to_hub`. Without its run, the card says only what the model is and how it is used."""
+    from tandem import __version__
+
+    from . import hub
+
+    class_name = type(model).__name__
+    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
+        folder = Path(temporary)
+        model.save_pretrained(folder)
+        if class_name in KINDS:
+            weights = f"{_count(model)} parameters"
+            card = model_card(
+                name, class_name, weights, KINDS[class_name], None, {}, has_picture=False, has_discriminator=False,
+                version=__version__,
+            )  # fmt: skip
+            (folder / CARD).write_text(card)
+        return hub.upload(folder, name, message, kept=(CARD,), **options)
+
+
+def _count(model: Any) -> str:
+    return f"{sum(parameter.numel() for parameter in model.parameters()):,}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 
 from tandem.io import fetching
 from tandem.io.fetching import MIRROR, PublishedFile, fetch_file, fetch_from_hub
@@ -165,14 +164,10 @@ def test_a_mirror_may_be_another_server_or_a_folder(
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+def hub(tmp_path: Path) -> Iterator[hub_server.Hub]:
     """Has bob/clip with weights.bin and config.json; this machine's cache is empty."""
-    with hub_server.serving() as hub:
+    with hub_server.reached(tmp_path) as hub:
         hub.publish("bob/clip", {"weights.bin": CONTENT, "config.json": b"{}"})
-        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"  # made of the one at the import
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         yield hub
 
 

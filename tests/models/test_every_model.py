@@ -149,6 +149,7 @@ MODELS = {
     "ibq": vqgan("ibq"),
     "taming-vq": taming("vq", codebook_size=32, codebook_dim=5, z_channels=6),
     "taming-kl": taming("kl", latent_dim=3, quant_conv=False), "kl": vqgan("kl"),
+    "taming-patches-kl": taming("kl", latent_dim=3, latent_patch=2, decoder_attention=False),
     "tokenizer-lfq": tokenizer("lfq"), "tokenizer-vq": tokenizer("vq", separate_first_frame=True),
     "tokenizer-fsq": tokenizer(
         "fsq", fsq_levels=[8, 5, 4], norm="none",
@@ -464,7 +465,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
     taming_of: {
         "ch_mult": ([1], [1, 0], [1] * 13), "attention_levels": ([3],), "norm_groups": (0, -4, 3), "dim": (6,),
         "num_resnet_blocks": ([1, 2], [0]), "normalize_input": (False,), "quant_conv": (False,), "latent_dim": (0,),
-        "image_size": (18,), "body": ("unet",),
+        "latent_patch": (0, -1, 1.5), "image_size": (18,), "body": ("unet",),
     },
     tokenizer_of: {
         "pad_mode": ("zeros",), "norm": ("group",), "patch": ("dct",), "quantizer": ("pq",), "patch_size": (0, 3),
@@ -493,6 +494,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
 SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (vae, {"image_size": 100}, "use 64 or 128"), (vae, {"image_size": 0}, "use 4"),
     (vae, {"reinmax": True}, "straight_through"), (vqgan_of, {"image_size": 18}, "use 16 or 20"),
+    (taming_of, {"image_size": 20, "latent_patch": 2}, "2^num_layers x latent_patch = 8; use 16 or 24"),
     (vqgan_of, {"quantizer": "pq"}, "lfq, vq, fsq, bsq, ibq"), (tokenizer_of, {"image_size": 9}, "use 8 or 10"),
     *((tokenizer_of, {"layers": layers}, said) for layers, said in {
         "residual,resid": "'resid'", "": "''", "consecutive_residual": "consecutive_residual:N",

@@ -37,10 +37,10 @@ from tandem.weights.formats.detection import FORMATS, detect_format
 from tandem.weights.load import load_model
 from tests.models.helpers import MUSICLM, VAE, Call, assert_same_bits, one_line_of, prefixed
 from tests.models.reference import tokenizers
-from tests.models.reference.autoencoders import state_of, written
+from tests.models.reference.autoencoders import images, state_of, written
 
 State = dict[str, Tensor]
-STATE = state_of("ldm")
+STATE, PIXELS = state_of("ldm"), images("ldm")
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 334643276\n"
 
 
@@ -64,7 +64,10 @@ VARIANTS: dict[str, Any] = {
     "of FSDP": prefixed("_fsdp_wrapped_module.", STATE),
     "in a module of Lightning": {"state_dict": prefixed("model.", STATE)},
     "in one of another name": {"state_dict": {**prefixed("vae.", STATE), "lpips.w": torch.zeros(3)}, **TRAINED},
-    "of VA-VAE": {"state_dict": {**STATE, "linear_proj.weight": torch.zeros(4), "foundation_model.w": torch.ones(1)}},
+    "in one with a loss": {"state_dict": {**prefixed("model.module.", STATE), "loss.logvar": torch.zeros(())}},
+    "of VA-VAE": {
+        "state_dict": {**STATE, "loss.discriminator.main.0.weight": torch.ones(2), "loss.logvar": torch.zeros(()),
+                       "linear_proj.weight": torch.zeros(4), "foundation_model.w": torch.ones(1)}, **TRAINED},
 }  # fmt: skip
 
 
@@ -72,6 +75,19 @@ VARIANTS: dict[str, Any] = {
 def test_the_same_weights_are_read_however_a_trainer_has_kept_them(variant: str, tmp_path: Path) -> None:
     torch.save(VARIANTS[variant], tmp_path / "last.ckpt")
     assert_same_bits(load_model(tmp_path / "last.ckpt"), load_model(written("ldm", tmp_path)))
+
+
+def test_a_decoder_without_attention_in_its_levels_is_that_of_mar_and_goes_back_under_its_key(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in STATE.items() if not re.match(r"decoder\.up\.\d+\.attn\.", name)}
+    torch.save({"model": state}, tmp_path / "kl16.ckpt")
+    model = load_model(tmp_path / "kl16.ckpt")
+    assert model.config["attention_levels"] == [1, 2] and not model.config["decoder_attention"]
+    assert "in the encoder alone" in str(FORMATS["taming"].save(model, tmp_path / "back.ckpt"))
+    assert_same_bits(torch.load(tmp_path / "back.ckpt", weights_only=True)["model"], state)
+    with torch.no_grad():
+        assert not torch.equal(
+            model(PIXELS).reconstruction, load_model(written("ldm", tmp_path))(PIXELS).reconstruction
+        )
 
 
 def test_a_file_is_read_by_what_it_holds_whatever_its_name_ends_with(tmp_path: Path) -> None:
@@ -109,6 +125,10 @@ def test_prefixes_are_taken_off_in_the_files_of_every_package(name: str, tmp_pat
     torch.save({**content, key: prefixed("module.", content[key])} if key else prefixed("module.", content), wrapped)
     assert detect_format(wrapped) is FORMATS[name]
     assert_same_bits(load_model(wrapped), load_model(path))
+    if name in ("muse", "musiclm", "llamagen"):  # in a module of Lightning, with a loss
+        state = content[key] if key else content
+        torch.save({"state_dict": {**prefixed("net.module.", state), "loss.w": torch.ones(2)}, **TRAINED}, wrapped)
+        assert_same_bits(load_model(wrapped), load_model(path))
 
 
 def test_what_a_published_network_is_read_from_may_have_a_prefix_too(tmp_path: Path) -> None:

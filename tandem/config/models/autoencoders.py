@@ -23,7 +23,7 @@ from tandem.config.converters import (
 from tandem.config.fields import ModelConfig, Requirement, above_0, flag, specs_of, when
 from tandem.sides import Sides
 
-from .taming import BodyConfig, LatentConfig
+from .taming import KL, BodyConfig, LatentConfig
 
 #: Short descriptions of the quantizers, by name.
 QUANTIZERS = {
@@ -251,6 +251,15 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
         "muse-maskgit-pytorch",
         architecture=True,
         requires=when("body", "muse"),
+    )
+    latent_patch: int = flag(
+        1,
+        "a generator gets patches of N x N latents, as FLUX.2's does (2): each place of a patch has a mean and a "
+        "deviation of its own in each channel (kl)",
+        size,
+        metavar="N",
+        architecture=True,
+        requires=when("quantizer", KL),
     )
 
     @classmethod

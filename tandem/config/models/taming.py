@@ -45,6 +45,12 @@ class BodyConfig(ModelConfig):
         architecture=True,
         requires=_IS_TAMING,
     )
+    decoder_attention: bool = flag(
+        True,
+        "--attention_levels of the decoder, too; MAR's decoder has attention in the middle alone",
+        architecture=True,
+        requires=(_IS_TAMING, given("attention_levels", "LEVELS")),
+    )
     z_channels: int | None = flag(
         None,
         "channels between encoder and quant_conv (default: those of a code or a latent)",

@@ -10,7 +10,8 @@
 
 Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations.
 "normalize" of index.json says what was done to them: "none"; "scale", (latent - shift_factor) * scaling_factor, with
-the two numbers in its "config"; or "channels", (latent - latents_mean) / latents_std, with its two lists of d numbers.
+the two numbers in its "config"; or "channels", (latent - latents_mean) / latents_std, with its two lists of d numbers,
+or of d p^2, in patches of p x p places: number c p^2 + y p + x is for channel c at line y and column x of a patch.
 Its "dtype" is that of the latents, and its "grid" the shape of one of them. The metadata of each shard say "normalize",
 too; shards of earlier versions do not.
 
@@ -256,14 +257,20 @@ def channel_lines(statistics: Mapping[int, Sequence[Sequence[float]]]) -> Iterat
 
 def _read_normalization(settings: Mapping[str, Any]) -> tuple[Any, Any]:
     """The factor of latents, and the shift that is subtracted before, by the settings of a folder: numbers, or tensors
-    (d, 1, 1). Raises one of `READ_ERRORS` for damaged settings."""
+    (d, 1, 1) or (d, h, w). Raises one of `READ_ERRORS` for damaged settings."""
     kind, config = settings["normalize"], settings["config"]
     if kind == "channels":
         channels = settings["grid"][0] // (2 if settings["latent"] == "moments" else 1)
         mean, std = (torch.tensor(list(map(float, settings[name]))) for name in ("latents_mean", "latents_std"))
-        if not len(mean) == len(std) == channels or not (mean.isfinite() & (std > 0)).all():
+        patch = math.isqrt(len(mean) // max(channels, 1))
+        if not len(mean) == len(std) == channels * patch**2 > 0 or not (mean.isfinite() & (std > 0)).all():
             raise ValueError(f"its latents_mean and latents_std are not {channels} numbers each, the latter above 0")
-        return 1 / std[:, None, None], mean[:, None, None]
+        mean, std = (numbers.view(channels, patch, patch) for numbers in (mean, std))
+        if patch > 1:
+            height, width = settings["grid"][1:]
+            tiles = (1, -(-height // patch), -(-width // patch))
+            mean, std = (numbers.repeat(tiles)[:, :height, :width] for numbers in (mean, std))
+        return 1 / std, mean
     if kind not in ("none", "scale"):
         raise ValueError(f"its normalize is {kind!r:.40}")
     return (config["scaling_factor"], config["shift_factor"] or 0.0) if kind == "scale" else (1.0, 0.0)

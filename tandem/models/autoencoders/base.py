@@ -65,7 +65,8 @@ class Autoencoder(Pretrained):
     @property
     def latents_mean(self) -> list[float] | None:
         """Mean of each channel of the latents that the decoder got in training, d numbers. (latent - latents_mean) /
-        `latents_std` has mean 0 and deviation 1 in each channel. None if it was not measured, or there are codes."""
+        `latents_std` has mean 0 and deviation 1 in each channel. None if it was not measured, or there are codes. With
+        a latent_patch p, d p^2 numbers: number c p^2 + y p + x is for channel c at line y and column x of a patch."""
         statistics = self._channel_statistics()
         return statistics and statistics[0]
 

@@ -142,7 +142,7 @@ def _make_decoder(config: VQGANConfig, channels_in: int) -> OrderedDict[str, nn.
         for number in range(config.num_resnet_blocks[0] + 1):
             decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, config.dim * multiple, groups)
             channels = config.dim * multiple
-            if level in (config.attention_levels or ()):
+            if config.decoder_attention and level in (config.attention_levels or ()):
                 decoder[f"up_{level}_attn_{number}"] = AttentionBlock(channels, groups)
         if level:
             decoder[f"up_{level}_upsample"] = Upsample(channels)

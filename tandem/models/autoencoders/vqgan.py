@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from tandem.config.fields import check_whole
 from tandem.config.models.autoencoders import VQGANConfig, check_choices
 from tandem.config.models.taming import TAMING, check_scale
 from tandem.models.layers.convolutional import (
@@ -79,8 +80,10 @@ class VQGAN(Autoencoder):
         num_layers = count_halvings(config.ch_mult) if config.body == TAMING else config.num_layers
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
+        check_whole("latent_patch", config.latent_patch)
+        multiple, patch = 2**num_layers * config.latent_patch, " x latent_patch" * (config.latent_patch > 1)
         for side in height_and_width(config.image_size):
-            check_multiple("image_size", side, 2**num_layers, f"2^num_layers = {2**num_layers}")
+            check_multiple("image_size", side, multiple, f"2^num_layers{patch} = {multiple}")
         self._arguments["num_layers"] = num_layers
         self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
         self.recompute, self.normalize_input = config.gradient_checkpointing, config.normalize_input

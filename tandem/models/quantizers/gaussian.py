@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tandem.config.models.autoencoders import VQGANConfig
 from tandem.devices import sum_dtype
@@ -28,7 +29,7 @@ def compute_scale(latent_stats: Tensor) -> tuple[float, float] | None:
 
 def compute_channel_statistics(channel_stats: Tensor) -> tuple[list[float], list[float]] | None:
     """Mean and standard deviation of each channel of the latents, d numbers each, from
-    `DiagonalGaussian.channel_stats`; None as for `compute_scale`."""
+    `DiagonalGaussian.channel_stats`; None as for `compute_scale`. With patches, of each channel of a patch."""
     channels = [_mean_and_deviation(*stats) for stats in channel_stats.T.tolist()]
     known = [channel for channel in channels if channel is not None]
     if len(known) < len(channels):
@@ -63,13 +64,15 @@ class DiagonalGaussian(Bottleneck):
     """fp32 (3,): moving averages, which start at 0, of the number 1, of the latents and of their squares. The first is
     the total weight of the updates so far; `compute_scale` divides the other two by it."""
     channel_stats: Tensor
-    """fp32 (3, dim): the same of each channel. Earlier versions had `latent_stats` alone, so the weights may differ."""
+    """fp32 (3, dim patch^2): the same of each channel or, with a patch above 1, of each channel and place of patches
+    of that side. Earlier versions had `latent_stats` alone, so the weights may differ."""
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__(0, config.latent_dim)
         self.in_dim = 2 * self.dim
+        self.patch = getattr(config, "latent_patch", 1)  # a video tokenizer has none
         self.register_buffer("latent_stats", torch.zeros(3))
-        self.register_buffer("channel_stats", torch.zeros(3, self.dim))
+        self.register_buffer("channel_stats", torch.zeros(3, self.dim * self.patch**2))
         self._sums: list[Tensor] = []
 
     def summary(self) -> str:
@@ -88,8 +91,9 @@ class DiagonalGaussian(Bottleneck):
             kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
             latents = mean if noise is None else mean + (0.5 * log_variance).exp() * noise
             if self.is_learning:
-                wide = latents.detach().to(sum_dtype(latents.device)).transpose(0, 1).flatten(1)
-                counts = wide.new_full((self.dim,), wide.shape[1])
+                patches = F.pixel_unshuffle(latents.detach(), self.patch) if self.patch > 1 else latents.detach()
+                wide = patches.to(sum_dtype(latents.device)).transpose(0, 1).flatten(1)
+                counts = wide.new_full(wide.shape[:1], wide.shape[1])
                 self._sums.append(torch.stack([counts, wide.sum(1), wide.square().sum(1)]))
             return Quantized(latents, torch.empty(0, dtype=torch.int64, device=z.device), {"kl": kl})
 

@@ -1,5 +1,5 @@
-"""Reads the folder of an AutoencoderKL or a VQModel of diffusers as a `VQGAN` with --body taming, or that of an
-AutoencoderKLWan as a `VideoTokenizer` with --body wan (wan.py), and writes it."""
+"""Reads the folder of an AutoencoderKL, an AutoencoderKLFlux2 or a VQModel of diffusers as a `VQGAN` with --body
+taming, or that of an AutoencoderKLWan as a `VideoTokenizer` with --body wan (wan.py), and writes it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from tandem.config.models.taming import KL, SCALE_IS_MEASURED, check_number
 from tandem.io.published import read_state_dict, refuse_weights_flag
 from tandem.io.reading import check_inside, read_json, read_json_or_empty
-from tandem.io.weights import replacing_model_file
+from tandem.io.weights import replacing_model_file, strip_wrappers
 from tandem.models.autoencoders.video_tokenizer import VideoTokenizer
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.base import read_weight_index
 
-from . import wan
+from . import flux2, wan
 from .taming import (
     CHANNEL_STATISTICS,
     GROUPS,
@@ -45,15 +45,18 @@ _INDICES = (
 )  # fmt: skip
 _CLASSES = {KL: "AutoencoderKL", "vq": "VQModel"}
 # Options of which `VQGAN` has a single value, which is also their default in diffusers.
-_CONSTANTS = {"act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True}
+_CONSTANTS = {
+    "act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True, "decoder_block_out_channels": None,
+}  # fmt: skip
 _DEFAULT_SCALE = 0.18215  # the default of diffusers: that of Stable Diffusion 1 and 2
 _MAX_GROUPS, _MAX_SIDE = 1 << 16, 1 << 13
 
 
 def diffusers_folder(path: Path) -> Path | None:
-    """The folder of a model of diffusers: the path itself, or the autoencoder's folder in a pipeline; None for other
-    folders. Only configurations are read."""
-    names = ("vae", "vqvae") if (path / "model_index.json").is_file() else ()
+    """The folder of a model of diffusers: the path itself, or the autoencoder's folder in a pipeline or in any folder
+    without a configuration; None for other folders. Only configurations are read."""
+    is_pipeline = (path / "model_index.json").is_file() or not (path / _CONFIG).is_file()
+    names = ("vae", "vqvae") if is_pipeline else ()
     for folder in (path, *(path / name for name in names)):
         config = read_json_or_empty(folder / _CONFIG)
         if "_class_name" in config and "model" not in config:  # our own config.json has the key "model"
@@ -88,6 +91,7 @@ def _public_image_model(model: VQGAN) -> tuple[dict[str, Tensor], dict[str, Any]
     state, config = public_state(model, DIFFUSERS), model.config
     attention_levels, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
     attention = ["Attn" if level in attention_levels else "" for level in levels]
+    attention_up = attention if config["decoder_attention"] else [""] * len(attention)
     code_dim, z_channels = code_channels(config)
     if not model.num_codes and z_channels != code_dim:
         raise ValueError(
@@ -99,16 +103,22 @@ def _public_image_model(model: VQGAN) -> tuple[dict[str, Tensor], dict[str, Any]
         "_class_name": _CLASSES[config["quantizer"]], "act_fn": "silu",
         "block_out_channels": [config["dim"] * multiple for multiple in config["ch_mult"]],
         "down_block_types": [f"{attn}DownEncoderBlock2D" for attn in attention],
-        "up_block_types": [f"{attn}UpDecoderBlock2D" for attn in reversed(attention)],
+        "up_block_types": [f"{attn}UpDecoderBlock2D" for attn in reversed(attention_up)],
         "in_channels": config["channels"], "out_channels": config["channels"], "latent_channels": z_channels,
         "layers_per_block": config["num_resnet_blocks"][0], "norm_num_groups": config["norm_groups"],
-        "sample_size": config["image_size"], "scaling_factor": config["scaling_factor"] or _DEFAULT_SCALE,
-        "force_upcast": config["force_upcast"],
+        "sample_size": config["image_size"],
     }  # fmt: skip
+    if not model.num_codes:
+        public_config |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
+    if config["latent_patch"] > 1 and not model.num_codes:
+        options, statistics = flux2.public_statistics(model)
+        note = "" if model.latents_std else "; its statistics are unknown, and 0 and 1 are written"
+        return {**state, **statistics}, {**public_config, **options}, note
+    public_config["scaling_factor"] = config["scaling_factor"] or _DEFAULT_SCALE
+    public_config["force_upcast"] = config["force_upcast"]
     if model.num_codes:
         public_config |= {"num_vq_embeddings": model.num_codes, "vq_embed_dim": code_dim}
     else:
-        public_config |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
         public_config |= {"shift_factor": config["shift_factor"]}
         is_measured = SCALE_IS_MEASURED in model.saved_config()
         if model.latents_std is not None and (is_measured or model.has_given_channels):
@@ -135,13 +145,15 @@ def _read_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     refuse_weights_flag(folder, weights)
     state: dict[str, Tensor] = {}
     for path, names in weight_files(folder).items():
-        state |= read_state_dict(check_inside(path, folder), names or None)
+        state |= read_state_dict(check_inside(path, folder), strip_wrappers(names) or None)
     return state
 
 
 def _read_image_model(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """See `Layout.read`."""
     arguments, state = read_folder_config(folder), _read_weights(folder, weights)
+    if (epsilon := arguments.pop(flux2.EPSILON, None)) is not None:
+        arguments[CHANNEL_STATISTICS] = flux2.pop_statistics(state, epsilon)
     return {_OLD_NAME.sub(lambda match: _OLD_NAMES[match[0]], name): state[name] for name in state}, arguments
 
 
@@ -163,8 +175,8 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     if config.get("_class_name") in wan.CLASSES:
         return wan.read_config(config)[0]
     class_name, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
-    if class_name not in _CLASSES.values():
-        readable = ", ".join((*_CLASSES.values(), *wan.CLASSES))
+    if class_name not in (*_CLASSES.values(), flux2.CLASS):
+        readable = ", ".join((*_CLASSES.values(), flux2.CLASS, *wan.CLASSES))
         raise ValueError(f"it holds a {str(class_name)[:80]} of diffusers; only {readable} can be read")
     for name, value in _CONSTANTS.items():
         if config.get(name, value) != value:
@@ -172,13 +184,15 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     if type(groups) is not int or not 1 <= groups <= _MAX_GROUPS:
         raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, not a whole number from 1 to {_MAX_GROUPS}")
     is_kl = class_name == _CLASSES[KL]
-    upcast = config.get("force_upcast", is_kl)  # the default of diffusers
+    upcast = config.get("force_upcast", class_name != _CLASSES["vq"])  # the default of diffusers
     if type(upcast) is not bool:
         raise ValueError(f"its force_upcast is {str(upcast)[:80]}, neither true nor false")
     sides = config.get("sample_size", 256)
     for side in sides if isinstance(sides, list) and len(sides) == 2 else [sides]:
         if type(side) is not int or not 1 <= side <= _MAX_SIDE:
             raise ValueError(f"its sample_size is {str(sides)[:80]}, not a whole number from 1 to {_MAX_SIDE}, or two")
+    if class_name == flux2.CLASS:
+        return {"norm_groups": groups, "image_size": sides, "force_upcast": upcast, **flux2.read_config(config)}
     if (scaling := config.get("scaling_factor", _DEFAULT_SCALE)) is None:
         raise ValueError("its scaling_factor is null")
     return {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
+from tandem.io.published import part_with, read_state_dict, refuse_weights_flag, shape_of
 from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.discriminator import Discriminator, MaskBitDiscriminator
 from tandem.models.autoencoders.vqgan import VQGAN
@@ -124,12 +124,11 @@ def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discrimina
 
 def _read_state(path: Path, weights: str) -> dict[str, Tensor]:
     """The state dict of a VQGanVAE: as its ``save`` writes it, in {"model": ...} of its trainer, or of an average."""
-    content = read_state_dict(path)
-    prefix = "online_model." if weights == "online" else "ema_model."
-    state = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
-    if not state:
+    average = "online_model." if weights == "online" else "ema_model."
+    prefix, state = part_with(read_state_dict(path), "enc_dec.encoders.0.weight", (average,))
+    if prefix != average:
         refuse_weights_flag(path, weights)
-    return {name: tensor for name, tensor in (state or content).items() if not name.startswith("_vgg.")}
+    return {name: tensor for name, tensor in state.items() if not name.startswith("_vgg.")}
 
 
 def _convert_weights(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:

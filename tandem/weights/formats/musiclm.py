@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.mulan import MuLaNConfig
-from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
+from tandem.io.published import part_with, read_state_dict, refuse_weights_flag, shape_of
 from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.audio_text.mulan import MuLaN
 from tandem.models.layers.attention import output_layers
@@ -190,7 +190,7 @@ def read_public_mulan(path: Path, weights: str) -> tuple[dict[str, Any], dict[st
             `MuLaN` lacks; or ``weights`` is not "best", although such a file has one set of weights only.
     """
     refuse_weights_flag(path, weights)
-    state = read_state_dict(path)
+    _, state = part_with(read_state_dict(path), _WINDOW)
     arguments = _infer_arguments(state)
     _check_constants(state, arguments)
     return arguments, _convert_weights(arguments, state)

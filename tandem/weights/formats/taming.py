@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.config.models.taming import KL, TAMING, check_number
-from tandem.io.published import read_state_dict, shape_of
+from tandem.io.published import part_with, read_state_dict, shape_of
 from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.vqgan import VQGAN
 from tandem.models.building import build_on_meta, check_arguments
 from tandem.sides import height_and_width
+
+from . import flux2
 
 GROUPS = 32
 CHANNEL_STATISTICS = "channel_statistics"
@@ -106,11 +108,12 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
         raise ValueError(f"{layout.package} has {GROUPS} groups in a GroupNorm; this model has {config['norm_groups']}")
     levels, last = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1
     side = max(height_and_width(config["image_size"]))
-    if layout is LLAMAGEN and levels != [last]:
+    is_of_mar = bool(levels) and not config["decoder_attention"]
+    if layout is LLAMAGEN and (levels != [last] or is_of_mar):
         raise ValueError(f"{layout.package} has attention only at the last level: train with --attention_levels {last}")
     if config["quantizer"] == "ibq":  # so that the file is recognised
         state |= {_EMA_PREFIX + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
-    save_pickled({layout.key: state}, path)
+    save_pickled({"model" if is_of_mar else layout.key: state}, path)
     (code_dim, z_channels), sides = code_channels(config), [side >> level for level in levels]
     body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
     if layout is LLAMAGEN:
@@ -118,8 +121,10 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
         text += f"{model.num_codes}, codebook_embed_dim {code_dim}, codebook_l2_norm {config['vq_cosine']}"
         text += "" if body == _LLAMAGEN_BODY else f"; change its code to {body}"
         return f"load it into {layout.package}'s model of {text}"
-    text = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
-    text += f"embed_dim {code_dim}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
+    text = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}"
+    text += " in the encoder alone, as in MAR" if is_of_mar else ""
+    text += f", z_channels {z_channels}, embed_dim {code_dim}, "
+    text += f"n_embed {model.num_codes}" if model.num_codes else "double_z True"
     return f"load it into a model of {text}"
 
 
@@ -179,8 +184,6 @@ def read_autoencoder(layout: Layout, path: Path, weights: str) -> tuple[dict[str
     if unknown := next((name for name in state if name not in names and name not in layout.unused), None):
         raise ValueError(f"it holds {unknown[:80]}, which is no weight of such an autoencoder of {layout.package}")
     if missing := next((name for name in names if name not in state), None):
-        if ".attn" in missing and not any(".attn." in name for name in state if name.startswith("decoder.up.")):
-            raise ValueError("its decoder lacks the attention that its encoder has (as in MAR); a VQGAN has it in both")
         raise ValueError(f"it lacks {missing}, a weight of such an autoencoder of {layout.package}")
     our_state = {
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
@@ -214,7 +217,7 @@ def quantizer_state(
     been measured. Of vectors: the file's codebook, and statistics that it lacks, with which training goes on as if one
     vector had been assigned to each entry."""
     if arguments["quantizer"] == KL:
-        dim = arguments["latent_dim"]
+        dim = arguments["latent_dim"] * arguments.get("latent_patch", 1) ** 2
         stats = torch.zeros(3, dim)
         if statistics:
             mean, std = torch.tensor(statistics, dtype=torch.float64)
@@ -244,8 +247,8 @@ def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str,
     """See `Layout.read`. The autoencoder may also be the first stage of a whole latent diffusion, whose file holds the
     scale of latents."""
     content = read_state_dict(path, _AutoencoderNames())
-    prefix = _find_prefix(content)
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
+    prefix, tensors = part_with(content, _FIRST_WEIGHT, (_DIFFUSION_PREFIX,))
+    tensors = {flux2.outer_name(name): tensor for name, tensor in tensors.items()}
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith((_EMA_PREFIX, *_OTHER_PREFIXES))}
     average_names = {name: _EMA_PREFIX + name.replace(".", "") for name in state}
     averages = {name: tensors[average_names[name]] for name in state if average_names[name] in tensors}
@@ -254,32 +257,22 @@ def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str,
     arguments: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
     if prefix == _DIFFUSION_PREFIX and "scale_factor" in content:
         arguments["scaling_factor"] = content["scale_factor"].tolist()
+    if flux2.MEAN in state:
+        arguments |= {"latent_patch": flux2.PATCH, CHANNEL_STATISTICS: flux2.pop_statistics(state)}
     return state if weights == "online" else {**state, **averages}, arguments
-
-
-def _find_prefix(state: Mapping[str, Tensor]) -> str:
-    """The prefix of the autoencoder's names in a file: "", that of a latent diffusion's first stage, or the only other
-    one, which a trainer chose."""
-    prefixes = [name.removesuffix(_FIRST_WEIGHT) for name in state if name.endswith(_FIRST_WEIGHT)]
-    prefix = next((candidate for candidate in ("", _DIFFUSION_PREFIX) if candidate in prefixes), None)
-    if prefix is None and len(prefixes) > 1:
-        raise ValueError(f"it holds {len(prefixes)} autoencoders: {', '.join(prefixes)[:80]}; give a file of one")
-    return prefix if prefix is not None else "".join(prefixes)
 
 
 def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """See `Layout.read`."""
     part = {"ema": "ema", "online": "model"}.get(weights, "ema model")  # best: ema if it exists, else model
-    state = read_state_dict(path, None, part)
-    prefix = _find_prefix(state)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}, {}
+    return part_with(read_state_dict(path, None, part), _FIRST_WEIGHT)[1], {}
 
 
 def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
-    """Constructor arguments from names and shapes."""
+    """Constructor arguments from names and shapes. MAR's decoder has attention in the middle alone."""
 
-    def public_layer(layer: str) -> str:
-        return public_name(f"encoder.{layer}", layout, 0)  # names in the encoder do not depend on the number of levels
+    def public_layer(layer: str, part: str = "encoder", levels: int = 0) -> str:
+        return public_name(f"{part}.{layer}", layout, levels)  # the encoder's do not depend on the number of levels
 
     def numbered_layers(layer: str) -> list[str]:
         """Public names of the layers with the numbers 0, 1, ..., up to the first one that the file lacks."""
@@ -291,11 +284,13 @@ def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, A
     if not widths or dim < 1 or any(width % dim for width in widths):
         raise ValueError(f"its levels have {widths[:12]} channels, and those of such a body are multiples of {dim}")
     levels = [level for level in range(len(widths)) if public_layer(f"down_{level}_attn_0.q.weight") in state]
+    attended = [public_layer(f"up_{level}_attn_0.q.weight", "decoder", len(widths)) in state for level in levels]
     z_channels, has_conv = shape_of(state, "decoder.conv_in.weight", 4)[1], "quant_conv.weight" in state
     arguments: dict[str, Any] = {
         "image_size": max(256, 2 ** (len(widths) - 1)),  # arbitrary: no file holds it, and it changes no weight
         "body": TAMING, "normalize_input": True, "dim": dim, "channels": channels,
         "ch_mult": [width // dim for width in widths], "attention_levels": levels or None, "z_channels": z_channels,
+        "decoder_attention": any(attended) or not levels,
         "num_resnet_blocks": [len(numbered_layers("down_0_block_{}.conv1.weight"))], "quant_conv": has_conv,
         "norm_groups": GROUPS,
     }  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.models.towers import AUDIO_KINDS, FIELDS, SAMPLE_RATE, TEXT_KINDS, check_tower
-from tandem.io.published import read_state_dict
+from tandem.io.published import part_with, read_state_dict, shape_of
 from tandem.io.reading import one_line, read_json
 from tandem.models.audio_text import pretrained_towers as towers
 from tandem.models.base import CONFIG_FILE, holds_weights, read_weights
@@ -217,18 +217,15 @@ def _convert_open_clip(
         if config.get(name, value) not in (value, {}):
             raise ValueError(f"its {name} is {str(config[name])[:40]}; only the plain text tower of CLIP can be used")
     embedding = "token_embedding.weight"
-    prefixes = [name.removesuffix(embedding) for name in state if name == embedding or name.endswith(f".{embedding}")]
-    if len(prefixes) != 1:
-        raise ValueError(f"it has {len(prefixes)} tensors {embedding}, not 1")
+    _, state = part_with(state, embedding)
+    shape_of(state, embedding, 2)
     weights: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        our_name = name.removeprefix(prefixes[0])
+    for our_name, tensor in state.items():
         for public_part, our_part in _OPEN_CLIP_NAMES.items():
             our_name = our_name.replace(public_part, our_part)
         start, in_projection, end = our_name.partition("in_proj_")
         names = [f"{start}{part}_proj.{end}" for part in "qkv"] if in_projection else [our_name]
-        if name.startswith(prefixes[0]):
-            weights |= zip(names, tensor.chunk(3) if in_projection else [tensor], strict=True)
+        weights |= zip(names, tensor.chunk(3) if in_projection else [tensor], strict=True)
     tokens, dim = weights["embeddings.token_embedding.weight"].shape
     layers = {name.split(".")[2] for name in weights if name.startswith("encoder.layers.")}
     return {

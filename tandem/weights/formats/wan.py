@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.config.fields import check_whole
 from tandem.config.models.autoencoders import WAN
 from tandem.config.models.taming import KL
-from tandem.io.published import read_state_dict, refuse_weights_flag, shape_of
+from tandem.io.published import part_with, read_state_dict, refuse_weights_flag, shape_of
 from tandem.io.weights import on_cpu, save_pickled
 from tandem.models.autoencoders.video_tokenizer import VideoTokenizer
 from tandem.models.building import build_on_meta, check_arguments
@@ -158,9 +158,7 @@ def our_contents(
 def read_file(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Arguments and weights of the `VideoTokenizer` in Wan's own file. Raises what `read_autoencoder` raises."""
     refuse_weights_flag(path, weights)
-    state = read_state_dict(path, None, "model_state")
-    prefix = next((name.removesuffix(_FIRST_WEIGHT) for name in state if name.endswith(_FIRST_WEIGHT)), "")
-    state = {name.removeprefix(prefix): weight for name, weight in state.items()}
+    _, state = part_with(read_state_dict(path, None, "model_state"), _FIRST_WEIGHT)
     arguments = _infer_arguments(state)
     _, statistics = _published(arguments)
     return our_contents(state, arguments, statistics, "Wan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_count
     assert_same_bits(quantizer, before)
     updated(quantizer.train(), [some_z(seed=2)], skipped=torch.tensor(False))
     assert not torch.equal(quantizer.latent_stats, before["latent_stats"])
+
+
+def test_with_patches_each_place_of_a_patch_has_statistics_of_its_own() -> None:
+    """By number c p^2 + y p + x, as FLUX.2's BatchNorm has them; the scale of all latents is the same."""
+    patched = make_quantizer(VQGANConfig(quantizer="kl", latent_dim=DIM, latent_patch=2))
+    z = 2 * some(4, 2 * DIM, 4, 6) + some(1, 2 * DIM, 2, 2, seed=2).repeat(1, 1, 2, 3)
+    updated(patched, [z])
+    mean, deviation = compute_channel_statistics(patched.channel_stats)
+    for channel, line, column in itertools.product(range(DIM), range(2), range(2)):
+        number, values = 4 * channel + 2 * line + column, z[:, channel, line::2, column::2]
+        assert mean[number] == pytest.approx(values.mean().item(), rel=1e-4)
+        assert deviation[number] == pytest.approx(values.std(correction=0).item(), rel=1e-4)
+    plain = gaussian()
+    updated(plain, [z])
+    torch.testing.assert_close(patched.latent_stats, plain.latent_stats)
 
 
 def test_the_scale_of_many_updates_is_an_average_that_forgets() -> None:
