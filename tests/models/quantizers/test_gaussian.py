@@ -29,8 +29,8 @@ from tests.processes import Process, on_processes
 DIM = 3
 
 
-def gaussian() -> DiagonalGaussian:
-    made = make_quantizer(VQGANConfig(quantizer="kl", latent_dim=DIM))
+def gaussian(patch: int = 1) -> DiagonalGaussian:
+    made = make_quantizer(VQGANConfig(quantizer="kl", latent_dim=DIM, latent_patch=patch))
     assert isinstance(made, DiagonalGaussian)
     return made
 
@@ -99,7 +99,7 @@ def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_count
 
 def test_with_patches_each_place_of_a_patch_has_statistics_of_its_own() -> None:
     """By number c p^2 + y p + x, as FLUX.2's BatchNorm has them; the scale of all latents is the same."""
-    patched = make_quantizer(VQGANConfig(quantizer="kl", latent_dim=DIM, latent_patch=2))
+    patched = gaussian(patch=2)
     z = 2 * some(4, 2 * DIM, 4, 6) + some(1, 2 * DIM, 2, 2, seed=2).repeat(1, 1, 2, 3)
     updated(patched, [z])
     mean, deviation = compute_channel_statistics(patched.channel_stats)
@@ -144,13 +144,13 @@ def test_a_channel_that_says_nothing_is_not_blown_up() -> None:
     assert deviation[1] >= 1e-6 and abs(z[0, 1, 0, 0].item() - mean[1]) / deviation[1] < 0.1 < deviation[0]
 
 
-@pytest.mark.parametrize(("processes", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
-def test_the_scale_is_that_of_the_whole_batch_however_it_is_cut(processes: int, micro_batches: int) -> None:
-    whole = gaussian()
+@pytest.mark.parametrize(("processes", "micro_batches", "patch"), [(1, 4, 1), (2, 2, 3), (4, 1, 1)])
+def test_the_scale_is_that_of_the_whole_batch_however_it_is_cut(processes: int, micro_batches: int, patch: int) -> None:
+    whole = gaussian(patch)
     updated(whole, [some_z(8)])
 
     def work(process: Process) -> list[Tensor]:
-        quantizer = gaussian()
+        quantizer = gaussian(patch)
         quantizer.connect(process)
         own = some_z(8).chunk(processes)[process.rank]
         updated(quantizer, list(own.chunk(micro_batches)))
