@@ -87,7 +87,7 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         )
         for quantizer, more in (
             ("vq", {}), ("lfq", MASKBIT),
-            ("kl", {"body": "wan", "ch_mult": "1,2", "time_levels": "0", "num_resnet_blocks": 1, "latent_dim": 4,
+            ("kl", {"body": "wan", "ch_mult": "1,1", "time_levels": "0", "num_resnet_blocks": 1, "latent_dim": 4,
                     "clip_frames": "3,5", "residual_resampling": None, "gradient_checkpointing": None}),
         )
     },
