@@ -95,12 +95,17 @@ class Replay:
 
     def __init__(self, run: Path, updates: tuple[int, int] | None, output: Path, anyway: bool) -> None:
         self.run, self.output, self.anyway = run, output, anyway
+        inside = {run.resolve(), output.resolve()} & {*run.resolve().parents, *output.resolve().parents}
+        if inside or run.resolve() == output.resolve():
+            raise ValueError(f"--output {output}: the replay has to be outside of {run}, and not around it")
         args, lines = read_run_arguments(run), [start for start in starts(run) if isinstance(start.get("step"), int)]
         kept = [0, *map(step_of, list_checkpoints(run / "checkpoints"))]
         self.first, self.last = updates or (kept[-2:] if len(kept) > 1 else (0, 0))
         # A start made the updates from its own first up to those that a later start made once more.
         ends = [min([self.last, *(later["step"] for later in lines[n + 1 :])]) for n in range(len(lines))]
         indices = [n for n, start in enumerate(lines) if max(start["step"], self.first) < ends[n]]
+        if updates and self.first >= self.last:
+            raise ValueError(f"--updates {self.first}:{self.last}: the second number has to be larger than the first")
         if not (indices and self.first in kept and self.last in kept):
             raise ValueError(
                 f"--updates {self.first}:{self.last}: {run} holds its state after {', '.join(map(str, kept))} updates: "
@@ -228,7 +233,8 @@ def checkpoint(folder: Path, step: int) -> Path:
 def conditions(start: Mapping[str, Any]) -> dict[str, Any]:
     """A line of starts.jsonl with what decides the bits by the names of `ALWAYS`."""
     device = str(start.get("device")).partition(":")[0]
-    return {**start, "torch": start.get("packages", {}).get("torch"), "device": device}
+    packages = start.get("packages", {})
+    return {**start, **({"torch": packages["torch"]} if "torch" in packages else {}), "device": device}
 
 
 def differing(recorded: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:

@@ -132,6 +132,9 @@ def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list
             raise ValueError(f"{source} does not describe a {model['model']}: {error!r}") from None
     flags = parser.adopt(args, values, source)
     lines = [f"architecture of {source}: {' '.join(flags)}"] if flags else []
+    if getattr(args, "init_discriminator", False):
+        is_there = "discriminator_config" in model
+        lines.append(f"discriminator: {f'that of {source}' if is_there else f'a new one, because {source} has none'}")
     return lines + ([f"assumed of {source}: {model['assumed']}"] if "assumed" in model else [])
 
 

@@ -128,7 +128,9 @@ class GANFlags:
         fixed_on_resume=True,
     )
     init_discriminator: bool = flag(
-        True, "go on with the discriminator of --init_from, if it has one; off: with a new one, of random weights"
+        True,
+        "go on with the discriminator of --init_from, if it has one; off: with a new one, of random weights",
+        requires=given("init_from", "PATH"),
     )
     discriminator: str = flag(
         "muse",

@@ -83,7 +83,7 @@ def read_state_dict(
 
 def part_with(state: Mapping[str, Tensor], name: str, prefixes: Container[str] = ()) -> tuple[str, dict[str, Tensor]]:
     """The prefix that a trainer has put before the names of a model, one of whose weights is ``name``, and the tensors
-    with this prefix, without it. Other tensors, such as those of a loss, are left out.
+    with this prefix, without it. Other tensors, such as those of a loss, are left out; without a prefix, none.
 
     Args:
         prefixes: Where several models have such a weight, the one with this prefix is meant, or with none.

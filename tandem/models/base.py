@@ -96,9 +96,9 @@ class Pretrained(nn.Module):
         self, repo_id: str, *, commit_message: str = "Upload a model", private: bool | None = None,
         token: str | bool | None = None, branch: str | None = None, create_pr: bool | None = None, **patterns: Any,
     ) -> str:  # fmt: skip
-        """Upload the model folder to the Hugging Face Hub in one commit, with a card unless the repository has one. The
-        arguments are those of huggingface_hub's ``PyTorchModelHubMixin.push_to_hub``, without config, which is always
-        the model's, and model_card_kwargs.
+        """Upload the model folder to the Hugging Face Hub in one commit, with a card unless the repository has one. A
+        tokenizer and a discriminator that are there stay. The arguments are those of huggingface_hub's
+        ``PyTorchModelHubMixin.push_to_hub``, without config, which is always the model's, and model_card_kwargs.
 
         Args:
             repo_id: USER/NAME; created if it does not exist.

@@ -165,9 +165,10 @@ def upload(
         private: Make the repository private; one that exists and is public is refused. None: as the account has it.
         branch: To commit to; made if it does not exist. None: main.
         create_pr: Make a pull request of the commit.
-        allow_patterns, ignore_patterns: Upload files with names that match one of the first and none of the second.
+        allow_patterns, ignore_patterns: Upload files with names that match one of the first and none of the second,
+            and delete nothing but by delete_patterns.
         delete_patterns: Delete files with such names, too.
-        kept: Names of files that are not uploaded if the repository has them.
+        kept: Patterns of files that stay as they are if the repository has them.
 
     Raises:
         ValueError: one line, if it failed. Then the Hub's model is as it was, unless the answer to the commit was lost.
@@ -183,13 +184,16 @@ def upload(
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         present_names = api.list_repo_files(repository, revision=branch)
         others = [name for name in present_names if name not in paths]
-        deleted = [delete_patterns] if isinstance(delete_patterns, str) else delete_patterns or ()
-        stale_names = list(select(others, allow_patterns=[*_FILES, *deleted]))
-        new_names = sorted(name for name in paths if name not in kept or name not in present_names)
+        deleted = [delete_patterns] if isinstance(delete_patterns, str) else list(delete_patterns or ())
+        is_whole = allow_patterns is None and ignore_patterns is None
+        stale_names = {*select(others, allow_patterns=_FILES, ignore_patterns=[*kept])} if is_whole else set()
+        stale_names |= {*select(others, allow_patterns=deleted)}
+        kept_names = {*select(present_names, allow_patterns=[*kept])}
+        new_names = sorted(paths.keys() - kept_names)
         new_names = select(new_names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
         # One commit; upload_folder may make several.
         operations = [library.CommitOperationAdd(name, paths[name]) for name in new_names]
-        operations += [library.CommitOperationDelete(name) for name in stale_names]
+        operations += [library.CommitOperationDelete(name) for name in sorted(stale_names)]
         commit = api.create_commit(repository, operations, commit_message=message, revision=branch, create_pr=create_pr)
     except Exception as error:
         endpoint = library.constants.ENDPOINT

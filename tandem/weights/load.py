@@ -80,6 +80,8 @@ def load_pretrained(cls: Any, source: str | Path, filename: str | None, **option
     if hub.is_on_hub(str(source)):
         location = hub.download(str(source), filename, **options)
         folder = hub.snapshot_of(location)
+    elif options.get("revision"):
+        raise ValueError(f"{source} is a path of this machine, and has no revision {options['revision']}")
     with with_user_name(source, folder):
         if not (location.is_file() or diffusers_folder(location)):
             return cls.from_folder(location)

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tandem.config.autoencoder_training import DISCRIMINATOR
+
 from .card import CARD, KINDS, PICTURE, model_card, newest_picture
 from .load import discriminator_folder, load_model, resolve, write_model
 from .origin import describe_origin, find_run, read_public_settings
@@ -43,6 +45,10 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
     name = type(model).__name__
     if name not in KINDS:
         raise ValueError(f"{path} holds a {name}, and a card is made for {', '.join(KINDS)}")
+    if args.no_discriminator and kind == "model" and (location / CARD).is_file() and discriminator_folder(location):
+        raise ValueError(
+            f"--no_discriminator: delete {location / DISCRIMINATOR}, and what {location / CARD} says of it"
+        )
     write_model(model, path, folder, with_discriminator=not args.no_discriminator)
     if kind == "model" and (location / CARD).is_file():  # written by --dry_run, and perhaps edited
         for file in (CARD, PICTURE):
@@ -63,8 +69,10 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
 
 
 def push_model(model: Any, name: str, message: str, **options: Any) -> str:
-    """`Pretrained.push_to_hub`. Without its run, the card says only what the model is and how it is used."""
+    """`Pretrained.push_to_hub`. Without its run, the card says only what the model is and how it is used. A card, a
+    tokenizer and a discriminator that the repository has stay: the model in memory has none."""
     from tandem import __version__
+    from tandem.data.tokenizers import TOKENIZER_FILE
 
     from . import hub
 
@@ -79,7 +87,7 @@ def push_model(model: Any, name: str, message: str, **options: Any) -> str:
                 version=__version__,
             )  # fmt: skip
             (folder / CARD).write_text(card)
-        return hub.upload(folder, name, message, kept=(CARD,), **options)
+        return hub.upload(folder, name, message, kept=(CARD, TOKENIZER_FILE, f"{DISCRIMINATOR}/*"), **options)
 
 
 def _count(model: Any) -> str:

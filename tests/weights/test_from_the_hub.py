@@ -137,6 +137,14 @@ def test_a_model_is_pushed_with_a_card_that_keeps_one_that_is_there(hub: Hub, tm
     assert hub.files(NAME)["README.md"] == b"of alice" and "notes.txt" in hub.files(NAME)
     assert "old.bin" not in hub.files(NAME)
     assert_same_bits(DiscreteVAE.from_pretrained(NAME), model_of(4))
+    # What a model in memory does not have stays; shards of the model that is replaced go, if all of the new one comes.
+    beside = {"discriminator/model.safetensors": b"d", "tokenizer.json": b"t"}
+    shards = {"model.safetensors.index.json": b"{}", "model-00001-of-00001.safetensors": b"s"}
+    hub.publish(NAME, {**hub.files(NAME), **beside, **shards})
+    model_of(4).push_to_hub(NAME, allow_patterns="config.json")
+    assert (beside | shards).items() <= hub.files(NAME).items()
+    model_of(4).push_to_hub(NAME)
+    assert beside.items() <= hub.files(NAME).items() and not shards.keys() & hub.files(NAME).keys()
     before = hub.files(NAME)
     for options, branch in (({"branch": "v2"}, "v2"), ({"create_pr": True}, "refs/pr/1")):
         address = model_of(5).push_to_hub(NAME, **options)
