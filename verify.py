@@ -99,36 +99,37 @@ class Replay:
         if inside or run.resolve() == output.resolve():
             raise ValueError(f"--output {output}: the replay has to be outside of {run}, and not around it")
         args, lines = read_run_arguments(run), [start for start in starts(run) if isinstance(start.get("step"), int)]
-        kept = [0, *map(step_of, list_checkpoints(run / "checkpoints"))]
-        self.first, self.last = updates or (kept[-2:] if len(kept) > 1 else (0, 0))
+        steps = [0, *map(step_of, list_checkpoints(run / "checkpoints"))]
+        self.first, self.last = updates or (steps[-2:] if len(steps) > 1 else (0, 0))
         # A start made the updates from its own first up to those that a later start made once more.
         ends = [min([self.last, *(later["step"] for later in lines[n + 1 :])]) for n in range(len(lines))]
         indices = [n for n, start in enumerate(lines) if max(start["step"], self.first) < ends[n]]
         if updates and self.first >= self.last:
             raise ValueError(f"--updates {self.first}:{self.last}: the second number has to be larger than the first")
-        if not (indices and self.first in kept and self.last in kept):
+        if not (indices and self.first in steps and self.last in steps):
+            numbers = ", ".join(map(str, steps))
             raise ValueError(
-                f"--updates {self.first}:{self.last}: {run} holds its state after {', '.join(map(str, kept))} updates: "
+                f"--updates {self.first}:{self.last}: {run} holds its state after {numbers} updates: "
                 "give two of these; a run saves every --save_every_n_steps and keeps the newest --keep_n_checkpoints"
             )
         for start in lines[indices[0] + 1 : indices[-1] + 1]:
             if changed := sorted(start.get("changed", {}).keys() - WITHOUT_EFFECT):
                 raise ValueError(f"{self}: --{changed[0]} changed after update {start['step']}; begin or end there")
-        #: The conditions of the starts that made the updates, and what the replay's own starts.jsonl begins with.
-        self.makers, self.starts = [conditions(lines[n]) for n in indices], lines[: indices[0] + 1]
+        #: The conditions of the starts that made the updates.
+        self.start_conditions = [conditions(lines[n]) for n in indices]
+        #: What the replay's own starts.jsonl begins with.
+        self.starts = lines[: indices[0] + 1]
         self.script, self.settings = args.script, script_parser(args.script).settings(args)
         for start in reversed(lines[indices[0] + 1 :]):
             self.settings |= {flag: old for flag, (old, _) in start.get("changed", {}).items()}
         self.settings |= {**REPLAYED_WITH, "output_dir": str(output)}
-        self.has_parts = bool(self.settings["batch_parts"])
-        if self.has_parts:  # on any backend: the launcher and the flags of the replay choose it
-            of_backends = argparse.ArgumentParser()
+        self.has_batch_parts = bool(self.settings["batch_parts"])
+        if self.has_batch_parts:  # on any backend: the launcher and the flags of the replay choose it
+            backend_parser = argparse.ArgumentParser()
             for backend in all_backends().values():
-                backend.add_arguments(of_backends)
-            for flag in ("distributed_backend", *vars(of_backends.parse_args([]))):
+                backend.add_arguments(backend_parser)
+            for flag in ("distributed_backend", *vars(backend_parser.parse_args([]))):
                 del self.settings[flag]
-        #: Whether the replay's processes add in the order of the run's; whether the folder stays, because it differs.
-        self.is_alike, self.is_kept = True, False
 
     def __str__(self) -> str:
         return f"updates {self.first + 1} to {self.last} of {self.run}"
@@ -169,47 +170,49 @@ class Replay:
             run.save()
             run.close()
             with run.processes.raise_on_all_ranks():
-                verdict = self.verdict() if run.is_root else ""
+                verdict = self.verdict(self.has_same_placement(run)) if run.is_root else ""
             verdict = run.processes.broadcast_object(verdict)
             run.processes.say(verdict)
             exit_process(exit_code([verdict]))
 
     def check(self, run: Run) -> None:
         """Raise ValueError, in one line, if this process cannot be expected to give the bits of the run."""
-        now = conditions({**environment(), **run.backend.describe()})
-        self.is_alike = not any(differing(maker, now, PLACEMENT) for maker in self.makers)
-        names = ALWAYS if self.has_parts else ALWAYS + PLACEMENT
-        reasons = [text for maker in self.makers for text in differing(maker, now, names)]
-        if now["device"] != "cpu" and not (self.has_parts or self.settings["deterministic"]):
+        now = present_conditions(run)
+        names = ALWAYS if self.has_batch_parts else ALWAYS + PLACEMENT
+        reasons = [text for start in self.start_conditions for text in differing(start, now, names)]
+        if now["device"] != "cpu" and not (self.has_batch_parts or self.settings["deterministic"]):
             reasons.append(
                 "neither --deterministic nor --batch_parts, without which a GPU may round otherwise each time"
             )
         if reasons and not self.anyway:
             raise ValueError(f"{self} were made with {', '.join(reasons)}: make that equal, or give --anyway")
         fingerprint = run.feed.first_samples.fingerprint
-        if self.makers[0].get("data_fingerprint", fingerprint) != fingerprint:
+        if self.start_conditions[0].get("data_fingerprint", fingerprint) != fingerprint:
             raise ValueError(f"files in the data of {self.run} were added, removed or renamed since: restore them")
         state = read_json(checkpoint(self.run, self.last) / "state.json")
         if state["parts"]["progress"].get("finished"):  # by --max_minutes, perhaps
             run.progress.last_step = self.last
 
-    def verdict(self) -> str:
+    def has_same_placement(self, run: Run) -> bool:
+        """Whether the replay has the backend and the processes of the run, so that sums are added in the same order."""
+        return not any(differing(start, present_conditions(run), PLACEMENT) for start in self.start_conditions)
+
+    def verdict(self, has_same_placement: bool) -> str:
         """One line: that the replay confirms the run, or the first value and the first tensor that differ."""
-        recorded, replayed = self.values(self.run), self.values(self.output)
+        recorded, replayed = (self.values(folder, has_same_placement) for folder in (self.run, self.output))
         # A run that ended at `first`, and was extended, made an evaluation there that the replay does not make.
         names = [n for n in {**recorded, **replayed} if n in replayed or not n.startswith(f"update {self.first}:")]
-        texts = {n: difference(recorded.get(n), replayed.get(n), self.is_alike) for n in names}
-        found = [f"{name} {text}" for name, text in texts.items() if text]
+        texts = {n: difference(recorded.get(n), replayed.get(n), has_same_placement) for n in names}
+        differences = [f"{name} {text}" for name, text in texts.items() if text]
         where = f"{self} on {socket.gethostname()}"
-        if not found:
-            note = "" if self.is_alike else "; validations, whose sums depend on the processes, were not compared"
+        if not differences:
+            note = "" if has_same_placement else "; validations, whose sums depend on the processes, were not compared"
             return f"{CONFIRMED}{where}: {len(names)} logged values and tensors are the same, bit by bit{note}"
-        self.is_kept = True
-        logged = [text for text in found if text.startswith("update ")]
-        firsts = "; ".join([*logged[:1], *found[len(logged) :][:1]])
-        return f"{DIFFERS}{where}: {firsts}; {len(found)} of {len(names)} differ; the replay is in {self.output}"
+        logged = [text for text in differences if text.startswith("update ")]
+        firsts = "; ".join([*logged[:1], *differences[len(logged) :][:1]])
+        return f"{DIFFERS}{where}: {firsts}; {len(differences)} of {len(names)} differ; the replay is in {self.output}"
 
-    def values(self, folder: Path) -> dict[str, Any]:
+    def values(self, folder: Path, with_validations: bool) -> dict[str, Any]:
         """What a run logged and saved, by names such as "update 5: loss" and "engine/weights/encoder.0.weight"."""
         from tandem.training.checkpoint.format import read_checkpoint
 
@@ -218,10 +221,10 @@ class Replay:
             with suppress(ValueError):  # the last line of a killed run
                 line = parse_json(text)
                 position = (line["step"], EVALUATION_SECONDS in line)
-                if (self.first, False) < position <= (self.last, False) and (self.is_alike or not position[1]):
+                if (self.first, False) < position <= (self.last, False) and (with_validations or not position[1]):
                     values |= {f"update {position[0]}: {name}": line[name] for name in line if name not in COSTS}
         parts = read_checkpoint(checkpoint(folder, self.last), verify=False)[0]
-        if not self.is_alike:
+        if not with_validations:
             parts.pop("best", None)
         return values | {name: value for name, value in leaves(parts) if name not in OF_THE_PLACE}
 
@@ -235,6 +238,11 @@ def conditions(start: Mapping[str, Any]) -> dict[str, Any]:
     device = str(start.get("device")).partition(":")[0]
     packages = start.get("packages", {})
     return {**start, **({"torch": packages["torch"]} if "torch" in packages else {}), "device": device}
+
+
+def present_conditions(run: Run) -> dict[str, Any]:
+    """`conditions` of the replay."""
+    return conditions({**environment(), **run.backend.describe()})
 
 
 def differing(recorded: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -252,22 +260,23 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def difference(old: Any, new: Any, is_alike: bool) -> str:
-    """How a value or tensor of the run and that of the replay differ, or ""."""
+def difference(old: Any, new: Any, is_exact: bool) -> str:
+    """How a value or tensor of the run and that of the replay differ, or "". Unless `is_exact`, numbers may differ by
+    `LAST_DIGIT`."""
     import torch
 
     tensors = [x for x in (old, new) if isinstance(x, torch.Tensor)]
     if len(tensors) < 2 or (old.shape, old.dtype) != (new.shape, new.dtype):
-        is_near = not is_alike and isinstance(old, float) and isinstance(new, float)
+        is_near = not is_exact and isinstance(old, float) and isinstance(new, float)
         is_same = not tensors and (old == new or (is_near and math.isclose(old, new, rel_tol=LAST_DIGIT)))
         return "" if is_same else f"is {str(old)[:80]} in the run, {str(new)[:80]} in the replay"
     bits = [x.reshape(-1).view(torch.uint8).reshape(x.numel(), x.element_size()) for x in tensors]
-    places = (bits[0] != bits[1]).any(dim=1).nonzero()
-    if not len(places):
+    indices = (bits[0] != bits[1]).any(dim=1).nonzero()
+    if not len(indices):
         return ""
-    index = tuple(map(int, torch.unravel_index(places[0, 0], old.shape))) if old.dim() else ()
+    index = tuple(map(int, torch.unravel_index(indices[0, 0], old.shape))) if old.dim() else ()
     values = f"{old[index].item()!r} in the run, {new[index].item()!r} in the replay"
-    return f"differs in {len(places)} of {old.numel()} elements, first at {list(index)}: {values}"
+    return f"differs in {len(indices)} of {old.numel()} elements, first at {list(index)}: {values}"
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
@@ -287,12 +296,15 @@ def compare_machines(words: Sequence[str], output: str, processes: ProcessGroup)
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
             command = [*launcher, sys.argv[0], *words, "--output", f"{output}-{host}"]
             env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-            with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, env=env, stdout=said) as replay:
+            with (
+                tempfile.TemporaryFile("w+") as output_file,
+                subprocess.Popen(command, env=env, stdout=output_file) as replay,
+            ):
                 while replay.poll() is None:
                     processes.heartbeat("waiting for the replay of this machine")
                     time.sleep(POLL_SECONDS)
-                said.seek(0)
-                own_lines = (line.strip() for line in said if line.startswith((CONFIRMED, DIFFERS)))
+                output_file.seek(0)
+                own_lines = (line.strip() for line in output_file if line.startswith((CONFIRMED, DIFFERS)))
                 verdict = next(own_lines, f"{UNKNOWN}{host}, whose error is above")
     verdicts = [text for text in processes.gather_objects(verdict) if text]
     for text in verdicts:
@@ -314,10 +326,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         replay = Replay(Path(args.run), args.updates, Path(output), args.anyway)
         if distributed.launched_as_root():
             replay.prepare()
+    is_kept = False
     try:
         replay.make(flags)
+    except SystemExit as ending:
+        is_kept = ending.code == FAILED  # its files show how it differs, or why it failed
+        raise
     finally:
-        if distributed.launched_as_root() and not replay.is_kept:
+        if distributed.launched_as_root() and not is_kept:
             delete(replay.output)
 
 

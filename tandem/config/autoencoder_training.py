@@ -31,7 +31,8 @@ _MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
 _ALIGNED = given("align_with", "PATH")
 _VGG = when("perceptual", "vgg", "lpips")
 _PERCEPTUAL = when("perceptual", "vgg", "lpips", "resnet50")
-_PATHS_AND_STARTS = {"train", "init_discriminator", "lpips_weights", "perceptual_weights", "align_with"}
+# Flags beside those of losses in the same dataclasses.
+_NO_LOSSES = {"train", "init_discriminator", "lpips_weights", "perceptual_weights", "align_with"}
 
 #: The name of the discriminator among the parts of a checkpoint, and of its folder in a model folder.
 DISCRIMINATOR = "discriminator"
@@ -263,7 +264,7 @@ def discriminator_training(config: Any, updates: int) -> dict[str, Any]:
     return {
         "weights": "online",
         "updates": updates,
-        **{name: getattr(config, name) for name in names if name not in _PATHS_AND_STARTS},
+        **{name: getattr(config, name) for name in names if name not in _NO_LOSSES},
     }
 
 

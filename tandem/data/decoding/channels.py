@@ -99,8 +99,8 @@ def _channels_first(array: Array, channels: int) -> Array:
     if len(array) != channels and array.shape[2] == channels:
         return array.transpose(2, 0, 1)
     if len(array) != channels:
-        found = counted(min(len(array), array.shape[2]), "channel")
-        raise ValueError(f"it has {found} (its shape is {array.shape}), and the model takes {channels}: --channels")
+        actual = counted(min(len(array), array.shape[2]), "channel")
+        raise ValueError(f"it has {actual} (its shape is {array.shape}), and the model takes {channels}: --channels")
     return array
 
 

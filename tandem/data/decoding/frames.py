@@ -1,5 +1,4 @@
-"""Conversion of decoded video frames to upright RGB pictures of a given shape or in the aspect ratio of
-the video."""
+"""Conversion of decoded video frames to upright RGB pictures of a given shape, or of the video's."""
 
 from __future__ import annotations
 
