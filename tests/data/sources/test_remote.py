@@ -632,5 +632,6 @@ def test_shards_can_be_fetched_before_they_are_read(server, tmp_path, no_cache):
     end = time.monotonic() + 30
     while len([*(tmp_path / "cache").glob("?" * 64)]) < 2 and time.monotonic() < end:
         time.sleep(0.01)
-    n = gets(server)
-    assert sample(server, 0) and sample(server, 2) and gets(server) == n
+    # Requests for missing.tar do not count: depending on the number of the process, it is the last that is fetched.
+    assert sample(server, 0) and sample(server, 2)
+    assert sum("GET" in request and "missing" not in request for request in server.proxy.requests) == 2
