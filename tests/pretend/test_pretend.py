@@ -144,7 +144,7 @@ VARIANTS: list[Any] = [
     pytest.param("train_vqgan", DEEPSPEED, zero(0), 2, marks=pytest.mark.long),
     pytest.param("train_mulan", TORCHRUN, {"batch_parts": 2, "use_lion": None}, 0, marks=pytest.mark.long),
     pytest.param("train_vqgan", DEEPSPEED, zero(2), 6, marks=pytest.mark.long),
-    ("train_vqgan", DEEPSPEED, zero(3), 8),
+    pytest.param("train_vqgan", DEEPSPEED, zero(3), 8, marks=pytest.mark.long),
 ]
 
 
