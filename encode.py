@@ -495,7 +495,9 @@ def open_coder(
 ) -> tuple[Any, ImageCoder | VideoCoder, dict[str, Any]]:
     """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
     ValueError, in one line, if there is no such model or it does not take data of the kind of the flags."""
-    model, model_settings, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
+    model, model_settings, _, assumed = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
+    if assumed:
+        processes.say(assumed)
     name = type(model).__name__
     kind = "videos" if name == "VideoTokenizer" else "images"
     if kind not in possible_kinds(args):

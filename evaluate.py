@@ -184,6 +184,8 @@ def open_models(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, 
 
     kinds = ("VideoTokenizer",) if args.video_folder else ("DiscreteVAE", "VQGAN", "VideoTokenizer")
     models, device = {name: open_model(name, *kinds) for name in args.model}, processes.device
+    for line in filter(None, (trained.assumed for trained in models.values())):
+        processes.say(line)
     first = models[args.model[0]].model
     args.image_size, args.channels = args.image_size or first.image_size, first.channels
     sides = height_and_width(args.image_size)

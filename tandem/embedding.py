@@ -40,7 +40,9 @@ class Embedder(NamedTuple):
 def open_embedder(path: str, batch_size: int, processes: ProcessGroup, precision: str) -> Embedder:
     """The MuLaN at a path or name. Raises ValueError, in one line, if there is none or the memory does not suffice for
     a batch."""
-    model, identity, tokenizer_path = open_model(path, "MuLaN")
+    model, identity, tokenizer_path, assumed = open_model(path, "MuLaN")
+    if assumed:
+        processes.say(assumed)
     require_room(f"a batch of {batch_size} clips", batch_size, model.clip_elements)
     model.to(processes.device)
     config = model.config

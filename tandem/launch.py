@@ -16,6 +16,7 @@ from tandem.training.run_folder.folder import read_config_to_resume
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.card import KINDS
 from tandem.weights.load import (
+    assumptions_of,
     default_weights_path,
     discriminator_folder,
     load_discriminator,
@@ -198,13 +199,11 @@ def describe_model(path: str | Path) -> dict[str, Any]:
     with with_user_name(path):
         kind, location = resolve(default_weights_path(Path(path)))
         if kind == "file":
-            from tandem.weights.formats.detection import detect_format
-
             description = load_model(location, is_lazy=True).description()
             loaded = load_discriminator(location)
             discriminator = loaded and loaded.description()
-            assumed = detect_format(location).assumptions
-            extras = {"assumed": assumed(description)} if assumed else {}
+            assumed = assumptions_of(location, description)
+            extras = {"assumed": assumed} if assumed else {}
         elif kind == "checkpoint":
             models = read_descriptions(read_checkpoint(location, verify=False)[0], location)
             description, discriminator = next(iter(models.values())), models.get(DISCRIMINATOR)

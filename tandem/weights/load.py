@@ -4,7 +4,7 @@ Hub."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,11 +108,13 @@ class Trained(NamedTuple):
     identity: "config", which holds its class as "model" and its constructor arguments, and "weights_sha256",
         the checksum of its files of weights, or of the file that save_pretrained would write.
     tokenizer: The file of its tokenizer; None for a model without a tokenizer, or with that of CLIP.
+    assumed: A line about arguments that the file of a public package lacks, with their values; "" if it lacks none.
     """
 
     model: Any
     identity: dict[str, Any]
     tokenizer: Path | None
+    assumed: str
 
 
 def open_model(path: str | Path, *class_names: str) -> Trained:
@@ -134,7 +136,16 @@ def open_model(path: str | Path, *class_names: str) -> Trained:
     is_folder = kind == "model"
     digest = sha256_of(location / name for name in sorted(read_headers(location))) if is_folder else model.sha256()
     identity = {"config": model.description(), "weights_sha256": digest}
-    return Trained(model.eval(), identity, tokenizer_file(source))
+    text = assumptions_of(location, identity["config"]) if kind == "file" else ""
+    return Trained(model.eval(), identity, tokenizer_file(source), f"assumed of {path}: {text}" if text else "")
+
+
+def assumptions_of(file: Path, description: Mapping[str, Any]) -> str:
+    """A text about the arguments of a model that the file of a public package lacks; "" if it lacks none."""
+    from .formats.detection import detect_format
+
+    assumptions = detect_format(file).assumptions
+    return assumptions(description) if assumptions else ""
 
 
 def load_user_model(path: str | Path, *class_names: str, is_lazy: bool = False) -> Any:

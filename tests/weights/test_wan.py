@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import encode
 from tandem.models import StreamState, VideoTokenizer
 from tandem.weights.formats.detection import FORMATS, detect_format
 from tandem.weights.load import load_model
@@ -27,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "scale_factor_spatial": 16},
     ),
     "qwen": ("AutoencoderKLQwenImage", SIZES),
+    "four channels": ("AutoencoderKLWan", {**SIZES, "in_channels": 4, "out_channels": 4}),
 }  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def test_a_folder_of_diffusers_gives_its_latents_and_frames_whole_and_in_a_strea
     assert isinstance(ours, VideoTokenizer)
     assert ours.latents_mean == pytest.approx(SIZES["latents_mean"]) and ours.has_given_channels
     assert ours.latents_std == pytest.approx(SIZES["latents_std"])
-    videos = torch.rand(2, 3, 9, 32, 48, generator=torch.Generator().manual_seed(0)).double()
+    videos = torch.rand(2, ours.channels, 9, 32, 48, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
         posterior = theirs.encode(2 * videos - 1).latent_dist
         moments = ours.posterior(videos)
@@ -132,7 +134,10 @@ def test_the_latents_of_a_file_of_the_size_of_wan_2_1_are_normalised_as_publishe
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attention": ({"attn_scales": [0.5]}, "its attn_scales is"),
     "one level of time": ({"temperal_downsample": [False, False, True]}, "two true"),
-    "grey": ({"in_channels": 1, "out_channels": 1}, "only colour images"),
+    "channels that are not joined": ({"in_channels": 3, "out_channels": 1}, "no frames have so many"),
+    "channels of half a pixel": ({"patch_size": 2, "in_channels": 6, "out_channels": 6}, "no frames have so many"),
+    "channels in words": ({"in_channels": "three", "out_channels": "three"}, "its in_channels"),
+    "grey weights of colours": ({"in_channels": 1, "out_channels": 1}, "shape"),
     "levels": ({"dim_mult": [1, 2]}, "its dim_mult is"),
     "statistics": ({"latents_std": [1.0]}, "its latents_mean and latents_std are not two lists of one length"),
     "number of statistics": ({"latents_mean": [0.0], "latents_std": [1.0]}, "its latents have 4 channels"),
@@ -165,3 +170,22 @@ def test_a_model_that_diffusers_lacks_is_not_exported(changes: dict[str, Any], r
     for name in ("diffusers", "wan"):
         with pytest.raises(ValueError, match=reason):
             FORMATS[name].save(model, tmp_path / name)
+
+
+def test_a_tool_says_what_the_file_of_a_package_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {**WAN, "ch_mult": [1, 2, 2], "time_levels": [0, 1], "quantizer": "kl", "image_size": 16, "init_dim": 4}
+    model = VideoTokenizer.from_dict(sizes)
+    FORMATS["wan"].save(model, tmp_path / "wan.pth")
+    model.save_pretrained(tmp_path / "model")
+    for name, is_assumed in {"wan.pth": True, "model": False}.items():
+        flags = ["--model", str(tmp_path / name), "--video_folder", "demo:moving:1", "--image_size", "16"]
+        encode.main([*flags, "--output", str(tmp_path / f"latents of {name}"), "--num_workers", "0"])
+        assert ("latents_mean and latents_std are unknown" in capsys.readouterr().out) == is_assumed
+
+
+def test_a_model_of_other_channels_has_no_file_of_wan(tmp_path: Path) -> None:
+    sizes = {**WAN, "ch_mult": [1, 2, 2], "time_levels": [0, 1], "quantizer": "kl", "image_size": 16, "init_dim": 4}
+    model = VideoTokenizer.from_dict({**sizes, "channels": 4})
+    with pytest.raises(ValueError, match="frames of 3 channels, and this model has 4"):
+        FORMATS["wan"].save(model, tmp_path / "wan.pth")
+    assert not any(tmp_path.iterdir())

@@ -99,9 +99,15 @@ def read_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         "decoder_dim": config.get("decoder_base_dim"), "ch_mult": multiples,
         "time_levels": [level for level, flag in enumerate(flags) if flag], "residual_resampling": is_residual,
     }  # fmt: skip
-    for name in ("in_channels", "out_channels", "input_channels"):  # the last is Qwen-Image's
-        if config.get(name, 3 * patch_size**2) != 3 * patch_size**2:
-            raise ValueError(f"its {name} is {str(config[name])[:80]}; only colour images are supported")
+    patch_channels = {  # of a patch of the frames; input_channels is Qwen-Image's name of in_channels
+        name: config[name] for name in ("in_channels", "input_channels", "out_channels") if name in config
+    }  # fmt: skip
+    for name, value in patch_channels.items():
+        check_whole(f"its {name}", value)
+    counts = {*patch_channels.values()} or {3 * patch_size**2}
+    arguments["channels"], remainder = divmod(max(counts), patch_size**2)
+    if len(counts) > 1 or remainder:
+        raise ValueError(f"its channels are {patch_channels} at a patch_size of {patch_size}: no frames have so many")
     mean, std = config.get(_LATENTS_MEAN, [*_MEAN_2_1]), config.get(_LATENTS_STD, [*_STD_2_1])
     return arguments, [*checked_statistics(mean, std)]
 
@@ -168,6 +174,8 @@ def save_file(model: VideoTokenizer, path: Path) -> str:
     """Write Wan's own file, which holds no arguments; it appears whole or not at all. Returns a note about them. Raises
     ValueError, in one line, if Wan's code has no such model."""
     state, config = public_state(model), model.config
+    if model.channels != 3:
+        raise ValueError(f"Wan's code has frames of 3 channels, and this model has {model.channels}: --to diffusers")
     originals = _names(config, "Wan")
     save_pickled({originals[_our_name(name)]: weight for name, weight in state.items()}, path)
     name, statistics = _published(config)
