@@ -149,11 +149,6 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["videos"])
 
-    def frame_distance(fake: Tensor, videos: Tensor, frames: Tensor) -> dict[str, Tensor]:
-        """The terms of the perceptual loss of the frames with these numbers."""
-        assert perceptual is not None
-        return perceptual(training.frames_of(fake, frames), training.frames_of(videos, frames))
-
     def validate(model: models.VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
         quality = training.VideoQuality(model.num_codes, config.num_frames, device, ["recon_loss"], lpips, i3d)
         return training.evaluate_autoencoder(
@@ -164,7 +159,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         clips = videos_of(samples)
         return training.film(clips, training.reconstructions(versions, clips), fps=config.fps or 8)
 
-    pixel_loss, distance = F.l1_loss if config.l1_recon_loss else F.mse_loss, perceptual and frame_distance
+    pixel_loss = F.l1_loss if config.l1_recon_loss else F.mse_loss
+    distance = perceptual and training.loss_of_frames(perceptual)
     latent_losses = training.LatentLosses(config, tokenizer, "videos", device, pixel_loss, distance)
     alignment = training.Alignment(
         config, backend, tokenizer, vision, partial(make_optimizer, lr=config.learning_rate, betas=config.betas),

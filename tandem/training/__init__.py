@@ -11,7 +11,7 @@ from tandem.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .cascade import Cascade
-    from .clips import ClipDraws
+    from .clips import ClipDraws, loss_of_frames
     from .ema import final_metric, final_weights, make_ema
     from .evaluation import Action, Evaluation, final_model
     from .generation import Generation, sampling_example
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .losses.alignment import Alignment
     from .losses.contrastive import Contrastive
     from .losses.diffusion import DiffusionDraws, LowresDraws
-    from .losses.gan import GANLoss, frames_of
+    from .losses.gan import GANLoss
     from .losses.grad_cache import GradCache
     from .losses.latents import LatentLosses
     from .metrics.autoencoders import evaluate_autoencoder, reconstructions
@@ -45,8 +45,8 @@ __all__ = [
     "DiffusionDraws", "Embedder", "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache",
     "LatentLosses", "LowresDraws", "Noise", "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run",
     "Sample", "UnetErrors", "VideoQuality", "best_matches", "class_embeddings", "code_histogram",
-    "evaluate_autoencoder", "film", "final_metric", "final_model", "final_weights", "frames_of", "grid",
-    "load_inception", "make_ema", "make_optimizer", "missing_metrics_text", "prompts", "reconstructions",
+    "evaluate_autoencoder", "film", "final_metric", "final_model", "final_weights", "grid", "load_inception",
+    "loss_of_frames", "make_ema", "make_optimizer", "missing_metrics_text", "prompts", "reconstructions",
     "sampling_example", "sounds_picture", "text_inputs", "updates", "width_of",
 ]  # fmt: skip
 
@@ -61,8 +61,8 @@ __getattr__ = lazy_names(__name__, {
     "Sample": "visuals.images", "UnetErrors": "metrics.unets", "VideoQuality": "metrics.videos",
     "best_matches": "visuals.sounds", "class_embeddings": "metrics.retrieval", "code_histogram": "visuals.images",
     "evaluate_autoencoder": "metrics.autoencoders", "film": "visuals.videos", "final_metric": "ema",
-    "final_model": "evaluation", "final_weights": "ema", "frames_of": "losses.gan", "grid": "visuals.images",
-    "load_inception": "metrics.fid", "make_ema": "ema", "make_optimizer": "optimizers",
+    "final_model": "evaluation", "final_weights": "ema", "grid": "visuals.images",
+    "load_inception": "metrics.fid", "loss_of_frames": "clips", "make_ema": "ema", "make_optimizer": "optimizers",
     "missing_metrics_text": "metrics.generation", "prompts": "metrics.retrieval",
     "reconstructions": "metrics.autoencoders", "sampling_example": "generation", "sounds_picture": "visuals.sounds",
     "text_inputs": "metrics.embedder", "updates": "loop", "width_of": "metrics.embedder",

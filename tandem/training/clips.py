@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,18 @@ from torch import Tensor
 from tandem.devices import to_device
 
 from .noise import Noise
+
+T = TypeVar("T")
+
+
+def loss_of_frames(image_loss: Callable[[Tensor, Tensor], T]) -> Callable[[Tensor, Tensor, Tensor], T]:
+    """The loss of single frames, from that of images (b, c, h, w): a function of two batches of videos (b, c, f, h, w)
+    and of the number of the frame of each (b,), int64."""
+
+    def select(videos: Tensor, frames: Tensor) -> Tensor:
+        return videos[torch.arange(len(videos), device=videos.device), :, frames]
+
+    return lambda fake, real, frames: image_loss(select(fake, frames), select(real, frames))
 
 
 class ClipDraws:

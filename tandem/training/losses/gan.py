@@ -36,11 +36,6 @@ FurtherInputs = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 """(micro-batch of the loader, number of the update) -> further arguments by name, one entry per image each."""
 
 
-def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
-    """Frame number frames[i] of video i: (b, c, f, h, w) and int64 (b,) -> (b, c, h, w)."""
-    return videos[torch.arange(len(videos), device=videos.device), :, frames]
-
-
 def weigh_perceptual(terms: Mapping[str, Tensor], config: Any) -> Tensor:
     """The terms of the perceptual loss by name, 0-d -> their sum, each with its weight in `GANFlags`, 0-d."""
     loss = config.perceptual_loss_weight * terms["perceptual_loss"]
