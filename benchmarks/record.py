@@ -104,9 +104,7 @@ def public_images(folder: Path) -> Images:
             spec = importlib.util.find_spec(package)
             path = Path(next(iter((spec and spec.submodule_search_locations) or [""])), file)
             if not path.is_file():
-                raise ValueError(
-                    f"{name} is not installed (scikit-image and scikit-learn have it): give IMAGES=photos/"
-                )
+                raise ValueError(f"{name} is not installed with scikit-image or scikit-learn: give IMAGES=photos/")
             photo = Image.open(path).convert("RGB")
             for top in range(0, photo.height - TILE + 1, TILE):
                 for left in range(0, photo.width - TILE + 1, TILE):
@@ -318,9 +316,9 @@ def sources(line: Mapping[str, Any]) -> str:
     weights = line["inception"]["name"]
     kind = "with random weights" if not weights else "with the published weights" if weights == PUBLISHED else weights
     return (
-        f"{line['images']['count']} images (SHA-256 {line['images']['sha256'][:12]}), PSNR of {line['held_out']} of them "
-        f"that are held out; rFID and iFID\nof {line['measured']}, by an Inception {kind} "
-        f"({line['inception']['sha256'][:12]})."
+        f"{line['images']['count']} images (SHA-256 {line['images']['sha256'][:12]}); PSNR of {line['held_out']} held out;"
+        f" rFID and iFID of {line['measured']}, by an\nInception {kind} "
+        f"(SHA-256 {line['inception']['sha256'][:12]})."
     )
 
 
@@ -361,7 +359,7 @@ def build_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--images", type=Path, metavar="DIR", help="a folder of images (default: public ones, from installed packages)")
+    add("--images", type=Path, metavar="DIR", help="a folder of images (default: public ones of wheels)")
     add("--rows", metavar="NAMES", help="comma list of rows (default: all of --config)")
     add("--minutes", type=float, metavar="M", help="a rehearsal of so many minutes for each row, in results of its own")
     add("--inception", default="", metavar="FILE", help="weights for rFID and iFID: a file, or published, which fetches "
