@@ -96,8 +96,8 @@ lab: $(VENV)/.complete
 # of this target only if it was said: torture and fuzz have a default for it.
 SAID_MINUTES := $(if $(filter command environment,$(firstword $(origin MINUTES))),$(MINUTES))
 record: $(VENV)/.complete
-	$(BIN)/python -m benchmarks.record $(if $(ROWS),--rows $(ROWS)) $(if $(IMAGES),--images $(IMAGES)) \
-	    $(if $(INCEPTION),--inception $(INCEPTION)) $(if $(SAID_MINUTES),--minutes $(SAID_MINUTES)) $(if $(FRESH),--fresh)
+	$(BIN)/python -m benchmarks.record $(if $(ROWS),--rows $(ROWS)) $(if $(IMAGES),--images "$(IMAGES)") \
+	    $(if $(INCEPTION),--inception "$(INCEPTION)") $(if $(SAID_MINUTES),--minutes $(SAID_MINUTES)) $(if $(FRESH),--fresh)
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml

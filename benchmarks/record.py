@@ -37,7 +37,7 @@ from PIL import Image
 
 from tandem.data.decoding.images import ENDINGS
 from tandem.data.held_out import split_of_run
-from tandem.io.exits import ASKED_TO_STOP, FAILED, MISTAKE, AskedToStop, CannotGoOn, exit_codes
+from tandem.io.exits import ASKED_TO_STOP, FAILED, INTERRUPTED, MISTAKE, AskedToStop, CannotGoOn, exit_codes
 from tandem.io.published import PUBLISHED
 from tandem.io.writing import move_aside, write_atomically
 from tandem.training.run_folder.starts import starts
@@ -159,7 +159,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if code == ASKED_TO_STOP or code < 0:
+    if code in (ASKED_TO_STOP, INTERRUPTED) or -code in handlers:  # the latter: before Python could handle it
         raise AskedToStop
     if code:
         raise CannotGoOn(f"{Path(command[0]).name} ended with exit code {code}")
@@ -313,12 +313,11 @@ def heading(line: Mapping[str, Any]) -> str:
 
 def sources(line: Mapping[str, Any]) -> str:
     """Which images and which Inception a table is of."""
-    weights = line["inception"]["name"]
-    kind = "with random weights" if not weights else "with the published weights" if weights == PUBLISHED else weights
+    images, inception = line["images"], line["inception"]
+    weights = {"": "random weights", PUBLISHED: "the published weights"}.get(inception["name"], inception["name"])
     return (
-        f"{line['images']['count']} images (SHA-256 {line['images']['sha256'][:12]}); PSNR of {line['held_out']} held out;"
-        f" rFID and iFID of {line['measured']}, by an\nInception {kind} "
-        f"(SHA-256 {line['inception']['sha256'][:12]})."
+        f"{images['count']} images (SHA-256 {images['sha256'][:12]}), {line['held_out']} of them held out for PSNR. rFID "
+        f"and iFID are of {line['measured']}, by an\nInception with {weights} ({inception['sha256'][:12]})."
     )
 
 
@@ -362,8 +361,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--images", type=Path, metavar="DIR", help="a folder of images (default: public ones of wheels)")
     add("--rows", metavar="NAMES", help="comma list of rows (default: all of --config)")
     add("--minutes", type=float, metavar="M", help="a rehearsal of so many minutes for each row, in results of its own")
-    add("--inception", default="", metavar="FILE", help="weights for rFID and iFID: a file, or published, which fetches "
-        "them (default: random ones)")  # fmt: skip
+    add("--inception", default="", metavar="FILE", help="weights for rFID and iFID: a file, or published, which "
+        "fetches them (default: random ones)")  # fmt: skip
     add("--fresh", action="store_true", help="measure again; what was measured here before is moved aside")
     add("--config", type=Path, default=CONFIG, metavar="FILE", help="the rows (default: benchmarks/record.yaml)")
     add("--runs", type=Path, default=Path("runs/record"), metavar="DIR", help="run folders (default: runs/record)")
@@ -389,7 +388,9 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
             print(f"{name} is not run: {reason}", file=sys.stderr)
     if all(reasons.values()):
         raise ValueError("there is no row to measure")
-    images = images_of(args.images, f"{args.images.name}/") if args.images else public_images(args.runs / "images")
+    images = (
+        images_of(args.images, f"{args.images.resolve().name}/") if args.images else public_images(args.runs / "images")
+    )
     rows = []
     for name in names:
         if not reasons[name]:
