@@ -316,8 +316,8 @@ def sources(line: Mapping[str, Any]) -> str:
     images, inception = line["images"], line["inception"]
     weights = {"": "random weights", PUBLISHED: "the published weights"}.get(inception["name"], inception["name"])
     return (
-        f"{images['count']} images (SHA-256 {images['sha256'][:12]}), {line['held_out']} of them held out for PSNR. rFID "
-        f"and iFID are of {line['measured']}, by an\nInception with {weights} ({inception['sha256'][:12]})."
+        f"{images['count']} images (SHA-256 {images['sha256'][:12]}), {line['held_out']} of them held out for PSNR. "
+        f"rFID and iFID are of {line['measured']}, by\nan Inception with {weights} ({inception['sha256'][:12]})."
     )
 
 
