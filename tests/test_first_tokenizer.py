@@ -22,6 +22,9 @@ PAGE = (ROOT / "docs" / "first_tokenizer.md").read_text().replace("\\\n", " ")
 LAUNCHERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 #: All that a command here has and the page has not: flags that make a training small, and two processes for eight.
 SMALL = [
+    "--max_steps", "3", "--batch_size", "4", "--image_size", "64", "--dim", "32", "--perceptual", "none",
+    "--num_workers", "0",
+]  # fmt: skip
     "--max_steps",
     "3",
     "--batch_size",
