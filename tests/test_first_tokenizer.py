@@ -25,19 +25,6 @@ SMALL = [
     "--max_steps", "3", "--batch_size", "4", "--image_size", "64", "--dim", "32", "--perceptual", "none",
     "--num_workers", "0",
 ]  # fmt: skip
-    "--max_steps",
-    "3",
-    "--batch_size",
-    "4",
-    "--image_size",
-    "64",
-    "--dim",
-    "32",
-    "--perceptual",
-    "none",
-    "--num_workers",
-    "0",
-]
 PROCESSES = {"--nproc_per_node 8": "--nproc_per_node 2"}
 PHOTOS = 14
 
