@@ -20,12 +20,12 @@ from tests.test_docs import ROOT, commands
 
 PAGE = (ROOT / "docs" / "first_tokenizer.md").read_text().replace("\\\n", " ")
 LAUNCHERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-#: All that a command here has and the page has not: flags that make a training small, and two processes for eight.
+#: All that a command here has and the page has not: flags that make a training small, and one process for eight.
 SMALL = [
-    "--max_steps", "3", "--batch_size", "4", "--image_size", "64", "--dim", "32", "--perceptual", "none",
-    "--num_workers", "0",
+    "--max_steps", "2", "--batch_size", "2", "--image_size", "64", "--dim", "32", "--perceptual", "none",
+    "--precision", "fp32", "--num_workers", "0",
 ]  # fmt: skip
-PROCESSES = {"--nproc_per_node 8": "--nproc_per_node 2"}
+PROCESSES = {"--nproc_per_node 8": "--nproc_per_node 1"}
 PHOTOS = 14
 
 
