@@ -3,8 +3,8 @@
     python examples/ray_train.py --workers 2 train_vqgan.py --image_folder photos/
 
 Each worker of Ray starts the script as a process of its own, because a script handles signals in its main thread, which
-is Ray's in a worker. The process gets the variables that torchrun sets. Ray's TorchTrainer is not used: it would open a
-process group of its own on the port that the script needs.
+is Ray's in a worker. The process gets the variables that torchrun sets, and a port of its own: Ray's TorchTrainer has
+opened a process group on the port of its own MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import ray
 from ray import train
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 MISTAKE = 2  # the exit code of a mistake in the flags: starting again does not help
 
 
-def start_script(config: dict[str, Any]) -> None:
-    """Run by each worker. Raises an error, after which Ray starts all workers again, unless the script finished or
-    refused its flags."""
+def start_script(config: dict[str, Any]) -> int:
+    """Run by each worker: the script's exit code if it finished or refused its flags. Any other code raises an error,
+    after which Ray starts all workers again."""
     context = train.get_context()
     with socket.socket() as free:
         free.bind(("", 0))
@@ -44,7 +44,7 @@ def start_script(config: dict[str, Any]) -> None:
     code = subprocess.run(command, cwd=config["folder"], env={**os.environ, **variables}).returncode
     if code not in (0, MISTAKE):
         raise RuntimeError(f"rank {context.get_world_rank()} ended with code {code}")
-    train.report({"exit_code": code})
+    return code
 
 
 def main() -> None:
@@ -56,8 +56,9 @@ def main() -> None:
     parser.add_argument("--storage", default="runs/ray", help="Ray's own records, on a shared disk (runs/ray)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a training script and its flags")
     args = parser.parse_args()
-    trainer = DataParallelTrainer(
+    trainer = TorchTrainer(
         start_script,
+        torch_config=TorchConfig(backend="gloo"),  # of Ray's own group, in which nothing is computed
         train_loop_config={"command": args.command, "folder": os.getcwd()},
         scaling_config=train.ScalingConfig(
             num_workers=args.workers, use_gpu=args.gpu, resources_per_worker={"CPU": args.cpus, "GPU": int(args.gpu)}
@@ -67,7 +68,7 @@ def main() -> None:
             failure_config=train.FailureConfig(max_failures=args.max_failures),
         ),
     )
-    sys.exit(trainer.fit().metrics["exit_code"])
+    sys.exit(trainer.fit().return_value)
 
 
 if __name__ == "__main__":
