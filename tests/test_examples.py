@@ -91,7 +91,8 @@ def test_a_pod_has_time_to_save_and_memory_for_its_loaders() -> None:
             assert any(path.startswith(f"{mount}/") for mount in mounts)
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "sky.yaml"])
+# The second one repeats the first one with other variables.
+@pytest.mark.parametrize("name", ["sky.yaml", pytest.param("kubernetes.yaml", marks=pytest.mark.long)])
 def test_two_machines_train_with_the_variables_that_their_launcher_sets(name: str, tmp_path: Path) -> None:
     port, config = free_port(), tiny(tmp_path)
     machines = []
