@@ -43,8 +43,9 @@ FLAGS_OF_OTHERS = {
     "--ntasks", "--open-mode", "--overlap", "--pty",
     "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue", "--signal",
     "--signals_to_handle",
+    "--gpu", "--max_failures", "--metric", "--trials", "--workers",  # of examples/
 }  # fmt: skip
-FOLDERS = "benchmarks|configs|distributed|docs|scripts|tandem|tests"
+FOLDERS = "benchmarks|configs|distributed|docs|examples|scripts|tandem|tests"
 WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json", "benchmarks/results/gpu.json"}
 
 

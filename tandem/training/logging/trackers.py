@@ -235,8 +235,10 @@ class WandbTracker:
         import wandb
 
         id_file = folder / "wandb_id.txt"
-        if not id_file.exists():
-            write_atomically(id_file, uuid.uuid4().hex[:8].encode())
+        # In a sweep its agent chooses the id, and wandb ignores any other.
+        id_of_sweep = os.environ.get("WANDB_RUN_ID", "") if "WANDB_SWEEP_ID" in os.environ else ""
+        if id_of_sweep or not id_file.exists():
+            write_atomically(id_file, (id_of_sweep or uuid.uuid4().hex[:8]).encode())
         # Without a key wandb.init would ask for one at a prompt.
         has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
         options: dict[str, Any] = {

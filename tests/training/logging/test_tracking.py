@@ -206,3 +206,24 @@ def test_the_real_wandb_has_one_id_over_resumes_and_takes_names_tags_histograms_
     while (missing := [word for word in words if word not in paths[-1].read_bytes()]) and time.monotonic() < until:
         time.sleep(0.05)  # wandb's own process may still be writing
     assert len(paths) == 2 and not missing
+
+
+def test_a_run_of_a_sweep_has_the_id_that_its_agent_chose_and_keeps_it_without_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb ignores any other id in a sweep, and makes a run with that of the agent."""
+    import wandb
+
+    for name, value in {"MODE": "offline", "SILENT": "true", "SWEEP_ID": "sweep", "RUN_ID": "chosen"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()  # it would remember another environment
+    try:
+        VAE.train(tmp_path, "--report_to", "wandb", "--max_steps", "1")
+        for name in ("SWEEP_ID", "RUN_ID"):
+            monkeypatch.delenv(f"WANDB_{name}")
+        wandb.teardown()
+        VAE.train(tmp_path, "--report_to", "wandb", "--max_steps", "2")
+    finally:
+        wandb.teardown()
+    files = [path.name for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb")]
+    assert files == ["run-chosen.wandb"] * 2 and (tmp_path / "wandb_id.txt").read_text() == "chosen"

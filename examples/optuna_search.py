@@ -1,0 +1,135 @@
+"""Searches flags of a training script with Optuna. Each trial is a run of its own in FOLDER/trial_N.
+
+    python examples/optuna_search.py --trials 20 --folder runs/search \
+        python train_vqgan.py --config configs/vqgan/base.yaml --image_folder photos/
+
+The same command goes on after an interruption: finished trials are in FOLDER/study.db, and those that were not finished
+resume from their checkpoints. Ctrl-C or SIGTERM saves the trial that runs and ends with code 75.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+
+FAILED, MISTAKE, SAVED = 1, 2, 75  # exit codes: docs/running.md
+
+
+def choose_flags(trial: optuna.Trial) -> dict[str, object]:
+    """The space that is searched: change it."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True),
+        "dim": trial.suggest_categorical("dim", [16, 24]),
+    }
+
+
+def read_values(folder: Path, metric: str) -> dict[int, float]:
+    """The metric of every validation that has a complete line."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
+
+
+class Search:
+    def __init__(self, args: argparse.Namespace, study: optuna.Study) -> None:
+        self.args, self.study = args, study
+        self.is_stopped = False
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def stop(self, *_: object) -> None:
+        """Of SIGINT and SIGTERM: ask the training to save."""
+        self.is_stopped = True
+        if self.process is not None:
+            self.process.terminate()
+
+    def run(self, trial: optuna.Trial) -> int:
+        """Train one trial. Returns the exit code of the search, 0 to go on."""
+        folder, metric = Path(self.args.folder) / f"trial_{trial.number}", self.args.metric
+        flags = [text for name, value in choose_flags(trial).items() for text in (f"--{name}", str(value))]
+        # If this process is killed, the training gets SIGTERM and saves.
+        death = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+        # A group of its own: Ctrl-C reaches the training once, from `stop`.
+        self.process = subprocess.Popen(
+            [*death, *self.args.command, *flags, "--output_dir", str(folder)], start_new_session=True
+        )
+        reported = set(self.study.trials[trial.number].intermediate_values)
+        is_pruned = False
+        while (is_running := self.process.poll() is None) or not is_pruned:
+            for step, value in read_values(folder, metric).items():
+                if step not in reported:
+                    trial.report(value, step)
+                    reported.add(step)
+            if is_running and not is_pruned and not self.is_stopped and trial.should_prune():
+                is_pruned = True
+                self.process.terminate()
+            if not is_running:
+                break
+            time.sleep(0.5)
+        code = self.process.wait()
+        values = read_values(folder, metric)
+        if is_pruned:
+            self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        elif code == 0 and values:
+            self.study.tell(trial, values[max(values)])
+        elif self.is_stopped or code == SAVED:
+            return SAVED  # the trial stays unfinished
+        else:
+            if code == 0:
+                print(f"{folder} has no {metric}; name another --metric", file=sys.stderr)
+            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            return MISTAKE if code in (0, MISTAKE) else 0
+        return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Search flags of a training script with Optuna.")
+    parser.add_argument("--trials", type=int, default=20, help="trials in all, over all starts (20)")
+    parser.add_argument("--folder", default="runs/search", help="runs and study (runs/search)")
+    parser.add_argument("--metric", default="valid/psnr", help="of metrics.jsonl (valid/psnr)")
+    parser.add_argument("--direction", default="maximize", choices=("maximize", "minimize"))
+    parser.add_argument("--warmup", type=int, default=0, help="updates before a trial may be pruned (0)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the training's command, as of python or torchrun")
+    args = parser.parse_args()
+    folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print(f"another search runs in {folder}; wait for it, or choose another --folder", file=sys.stderr)
+        sys.exit(MISTAKE)
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder}/study.db", study_name="search", load_if_exists=True, direction=args.direction,
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=args.warmup),
+    )  # fmt: skip
+    search = Search(args, study)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, search.stop)
+    unfinished = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
+    code = 0
+    while code == 0 and not search.is_stopped:
+        if unfinished:
+            trial = optuna.Trial(study, unfinished.pop(0)._trial_id)  # its parameters are those in the study
+        elif len(study.trials) < args.trials:
+            trial = study.ask()
+        else:
+            break
+        code = search.run(trial)
+    if any(trial.value is not None for trial in study.get_trials(states=[optuna.trial.TrialState.COMPLETE])):
+        best = study.best_trial
+        print(f"best: trial_{best.number}, {args.metric} {best.value:.6g}, {best.params}")
+    sys.exit(code or (SAVED if search.is_stopped else 0))
+
+
+if __name__ == "__main__":
+    main()
