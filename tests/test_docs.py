@@ -30,7 +30,7 @@ from tests.scripts import SCRIPTS, words
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, CONTRIBUTING, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 # How a command line names a program -> the module with its build_parser.
 PROGRAMS = {
     "benchmarks": "benchmarks.__main__",
