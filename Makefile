@@ -5,7 +5,8 @@
 # (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by side; the same bits
 # of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10
 # (damaged files for every tool), faults (whether the tests find each of some sixty seeded faults: 20 minutes; a second
-# start goes on where the first one ended), lab (several machines, made of Linux namespaces)
+# start goes on where the first one ended), lab (several machines, made of Linux namespaces), record (the rows of
+# docs/record.md, 20 minutes each; on your images: record IMAGES=photos/)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # $(call needs_3_10,what to do): a line of Python that ends with one line where it runs in an older one.
 needs_3_10 = 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or later is needed, %s is %d.%d: $(1)" % ((sys.executable,) + sys.version_info[:2]))'
 
-.PHONY: venv demo test test-avx2 test-all lint bench gpu parity torture fuzz faults lab clean
+.PHONY: venv demo test test-avx2 test-all lint bench gpu parity torture fuzz faults lab record clean
 
 venv: $(VENV)/.installed
 
@@ -90,6 +91,13 @@ faults: $(VENV)/.complete
 # A test whose programs are not there is skipped and names them.
 lab: $(VENV)/.complete
 	$(BIN)/python -m pytest tests/lab -m "long or not long" -rs
+
+# make record ROWS=two_stages,one_stage IMAGES=photos/ INCEPTION=published MINUTES=1 FRESH=1, each as you like. MINUTES is
+# of this target only if it is given: torture and fuzz have a default for it.
+GIVEN_MINUTES := $(if $(filter command environment,$(firstword $(origin MINUTES))),$(MINUTES))
+record: $(VENV)/.complete
+	$(BIN)/python -m benchmarks.record $(if $(ROWS),--rows $(ROWS)) $(if $(IMAGES),--images "$(IMAGES)") \
+	    $(if $(INCEPTION),--inception "$(INCEPTION)") $(if $(GIVEN_MINUTES),--minutes $(GIVEN_MINUTES)) $(if $(FRESH),--fresh)
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml

@@ -40,6 +40,7 @@ import evaluate
 import tandem.io.published
 import tandem.models.features.i3d
 import tandem.training.metrics.fid
+from benchmarks.inception import random_inception
 from benchmarks.launching import ONE_PROCESS, WHOLE_MATRIX, Launcher, run
 from tandem.data.sampling.order import split_samples
 from tandem.data.sets import open_videos
@@ -52,7 +53,6 @@ from tests.data.helpers import write_tar
 from tests.models.test_perceptual import part, published
 from tests.scripts import MULAN, VIDEO_TOKENIZER, VQGAN, Script, metrics, refusal
 from tests.scripts import write_images as write_noise
-from tests.training.metrics.test_fid import random_inception
 
 MODELS = ("a", "b")
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-import torchvision
 from torch import Tensor
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
+from benchmarks.inception import random_inception
 from tandem.training.metrics.fid import FrechetStatistics, Inception, frechet_distance
 from tests.processes import on_processes
 
@@ -67,24 +67,6 @@ def test_distance_exists_where_both_covariances_are_singular() -> None:
     means = (some(5, 20).mean(0) - some(6, 20, seed=1).mean(0)).square().sum()
     expected = means + x.square().sum() / 4 + y.square().sum() / 5 - 2 * root_trace
     assert found == pytest.approx(expected.item(), rel=1e-6)
-
-
-def random_inception() -> dict[str, Tensor]:
-    """Random weights under the names of FID's Inception, which are torchvision's."""
-    with torch.device("meta"):
-        shapes = torchvision.models.inception_v3(weights=None, aux_logits=False, init_weights=False, num_classes=1008)
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, value in shapes.state_dict().items():
-        if name.endswith("num_batches_tracked"):
-            continue  # the published file is older than these
-        if value.dim() > 1:
-            scale = (2 / value[0].numel()) ** 0.5
-            weights[name] = (torch.randn(value.shape, generator=generator) * scale).half()
-        else:
-            ones = name.endswith(("running_var", "bn.weight"))
-            weights[name] = torch.full(value.shape, 1.0 if ones else 0.0, dtype=torch.float16)
-    return weights
 
 
 @pytest.fixture(scope="module")
