@@ -1,10 +1,13 @@
-"""The files that GitHub and pre-commit read can be parsed, and name targets of make, programs, files and flags that
+"""The files that GitHub, pre-commit and Docker read can be parsed, and name targets of make, programs and files that
 there are."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,24 @@ def test_the_hooks_before_a_commit_are_those_of_make_lint() -> None:
     assert recipe
     lines = [line.removeprefix("$(BIN)/").removesuffix(" .") for line in recipe[1].split("\t")]
     assert [*entries, "mypy --platform darwin"] == [line.strip().removesuffix(" .") for line in lines if line]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_image_installs_extras_that_there_are_and_starts_a_script_without_being_root(name: str) -> None:
+    lines = [line.partition(" ") for line in (ROOT / name).read_text().splitlines()]
+    values = {word: rest for word, _, rest in lines if word.isupper()}
+    arguments = dict(rest.split("=", 1) for word, _, rest in lines if word == "ARG")
+    assert f"\n{arguments['EXTRAS']} = [" in (ROOT / "pyproject.toml").read_text()
+    assert values["USER"] == "${UID}" and int(arguments["UID"])
+    assert (ROOT / json.loads(values["CMD"])[1]).is_file()
+
+
+def test_an_image_holds_every_file_of_the_repository_but_those_of_github() -> None:
+    """Patterns of .dockerignore are those of paths from the root, but for those that begin with **."""
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tops = {path.split("/")[0] for path in files}
+    ignored = [(path, pattern) for path in (*tops, *files) for pattern in patterns if fnmatch(path, pattern)]
+    assert {path for path, pattern in ignored if pattern.startswith("**") or "/" not in path} == {".github"}
