@@ -3,7 +3,8 @@
 ARG BASE=pytorch/pytorch:2.12.1-cuda12.6-cudnn9-runtime
 FROM ${BASE}
 
-# --compile needs a compiler and Python's headers. pip installs beside the PyTorch that the image has.
+# --compile needs a compiler and Python's headers. PIP_BREAK_SYSTEM_PACKAGES lets pip install beside the packages of the
+# system, among which newer images have PyTorch.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev && rm -rf /var/lib/apt/lists/*
@@ -11,7 +12,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev
 ARG EXTRAS=all
 WORKDIR /tandem
 COPY . .
-RUN pip install --no-cache-dir --editable ".[${EXTRAS}]"
+# With the constraint, or a torchvision that an extra needs would bring another PyTorch.
+RUN python -c "import torch; print(f'torch=={torch.__version__}')" > /tmp/torch.txt && \
+    pip install --no-cache-dir --constraint /tmp/torch.txt --editable ".[${EXTRAS}]"
 
 # Whose files a run writes into a mounted folder: --build-arg UID=$(id -u)
 ARG UID=1001

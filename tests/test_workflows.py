@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from tests.scripts import ROOT
 
@@ -88,6 +89,12 @@ def test_an_image_installs_extras_that_there_are_and_starts_a_script_without_bei
     assert f"\n{arguments['EXTRAS']} = [" in (ROOT / "pyproject.toml").read_text()
     assert values["USER"] == "${UID}" and int(arguments["UID"])
     assert (ROOT / json.loads(values["CMD"])[1]).is_file()
+
+
+def test_the_base_image_has_a_pytorch_that_the_package_allows() -> None:
+    (version,) = re.findall(r"^ARG BASE=pytorch/pytorch:([\d.]+)-cuda", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    (requirement,) = re.findall(r'^    "(torch>=[^"]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert Requirement(requirement).specifier.contains(version)
 
 
 def test_an_image_holds_every_file_of_the_repository_but_those_of_github() -> None:
