@@ -30,19 +30,18 @@ from tests.scripts import SCRIPTS, words
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, CONTRIBUTING, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 # How a command line names a program -> the module with its build_parser.
 PROGRAMS = {
     "benchmarks": "benchmarks.__main__",
     "benchmarks.gpu": "benchmarks.gpu.__main__",
 } | {path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()}
-STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
+STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until", "uv"}
 FLAGS_OF_OTHERS = {
-    "--allow-run-as-root", "--cpus-per-task", "--editable", "--gpus-per-task", "--hostfile", "--index-url", "--logdir",
-    "--master_addr", "--max-restarts", "--module", "--nnodes", "--no-deps", "--node_rank", "--nproc_per_node",
-    "--ntasks", "--open-mode", "--overlap", "--pty",
-    "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue", "--signal",
-    "--signals_to_handle",
+    "--allow-run-as-root", "--build-arg", "--cpus-per-task", "--editable", "--extra", "--gpus", "--gpus-per-task",
+    "--hostfile", "--index-url", "--ipc", "--logdir", "--master_addr", "--max-restarts", "--module", "--nnodes",
+    "--no-deps", "--node_rank", "--nproc_per_node", "--ntasks", "--open-mode", "--overlap", "--pty", "--rdzv_backend",
+    "--rdzv_endpoint", "--rdzv_id", "--requeue", "--rm", "--shm-size", "--signal", "--signals_to_handle", "--time",
     "--gpu", "--max_failures", "--metric", "--trials", "--workers",  # of examples/
 }  # fmt: skip
 FOLDERS = "benchmarks|configs|distributed|docs|examples|scripts|tandem|tests"
