@@ -29,8 +29,9 @@ from tests.models.test_decoder import SMALL
 from tests.scripts import SCRIPTS, words
 
 ROOT = Path(__file__).resolve().parents[1]
-README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+AT_THE_TOP = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))]
+DOCUMENTS = [*AT_THE_TOP, *sorted((ROOT / "docs").glob("*.md"))]
 # How a command line names a program -> the module with its build_parser.
 PROGRAMS = {
     "benchmarks": "benchmarks.__main__",
@@ -152,7 +153,7 @@ def test_every_command_is_one_that_its_program_takes_and_writes_nothing_that_git
 
 def test_the_readme_names_every_extra_that_a_user_may_want() -> None:
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = {*re.findall(r"^(\w+) = \[", text, re.MULTILINE)} - {"test"}
+    extras = {*re.findall(r"^(\w+) = \[", text, re.MULTILINE)} - {"test", "docs"}
     assert {"audio", "all"} <= extras
     assert [name for name in sorted(extras) if f"[{name}]" not in README.read_text()] == []
 
