@@ -27,7 +27,9 @@ def on_files(files: Files, config: Any) -> Files:
     sources = {path.name: path for path in (ROOT / "docs").glob("*.md")} | {name: ROOT / name for name in PAGES}
     shown: set[Path] = set()
     for name, source in sources.items():
-        text = LINK.sub(lambda link, folder=source.parent: _link(link, folder, config.repo_url, shown), source.read_text())
+        text = LINK.sub(
+            lambda link, folder=source.parent: _link(link, folder, config.repo_url, shown), source.read_text()
+        )
         _put(files, File.generated(config, PAGES.get(name, name), content=text))
     for path in sorted(shown):
         _put(files, File.generated(config, _shown_as(path), content=path.read_text()))
