@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # $(call needs_3_10,what to do): a line of Python that ends with one line where it runs in an older one.
 needs_3_10 = 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or later is needed, %s is %d.%d: $(1)" % ((sys.executable,) + sys.version_info[:2]))'
 
-.PHONY: venv demo test test-avx2 test-all lint bench gpu parity torture fuzz faults lab record clean
+.PHONY: venv demo test test-avx2 test-all lint bench gpu parity torture fuzz faults lab record docs clean
 
 venv: $(VENV)/.installed
 
@@ -99,6 +99,11 @@ record: $(VENV)/.complete
 	$(BIN)/python -m benchmarks.record $(if $(ROWS),--rows $(ROWS)) $(if $(IMAGES),--images "$(IMAGES)") \
 	    $(if $(INCEPTION),--inception "$(INCEPTION)") $(if $(GIVEN_MINUTES),--minutes $(GIVEN_MINUTES)) $(if $(FRESH),--fresh)
 
+# build/site/index.html; a dead link, or a page that mkdocs.yml does not list, fails. `$(BIN)/mkdocs serve` shows changes.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "look at build/site/index.html"
+
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml
 	@if test -x $(BIN)/python; then $(BIN)/python -c $(call needs_3_10,remove $(VENV) and run make again); \
@@ -114,6 +119,10 @@ $(VENV)/.complete: $(VENV)/.installed scripts/install_horovod.sh
 	@$(PIP) --editable ".[all,test]"
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then scripts/install_horovod.sh $(BIN)/python; \
 	else echo "Python 3.12 or later: no Horovod, and none of its tests"; fi
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	@$(PIP) --editable ".[docs]"
 	@touch $@
 
 clean:

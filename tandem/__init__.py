@@ -6,4 +6,4 @@ import sys
 if sys.platform == "darwin":  # before torch is imported: operations that MPS lacks run on the CPU, with a warning
     os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

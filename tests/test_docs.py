@@ -22,6 +22,7 @@ import embed
 import encode
 from scripts import tested
 from tandem.data.tokenizers import open_tokenizer
+from tandem.io.renamed import FORMER_SETTINGS
 from tandem.models import VQGAN, Decoder, DiscreteVAE, VideoTokenizer
 from tests.hub_server import TOKEN, reached
 from tests.models.reference.autoencoders import written
@@ -29,8 +30,9 @@ from tests.models.test_decoder import SMALL
 from tests.scripts import SCRIPTS, words
 
 ROOT = Path(__file__).resolve().parents[1]
-README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-DOCUMENTS = [README, CONTRIBUTING, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+AT_THE_TOP = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))]
+DOCUMENTS = [*AT_THE_TOP, *sorted((ROOT / "docs").glob("*.md"))]
 # How a command line names a program -> the module with its build_parser.
 PROGRAMS = {
     "benchmarks": "benchmarks.__main__",
@@ -152,7 +154,7 @@ def test_every_command_is_one_that_its_program_takes_and_writes_nothing_that_git
 
 def test_the_readme_names_every_extra_that_a_user_may_want() -> None:
     text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = {*re.findall(r"^(\w+) = \[", text, re.MULTILINE)} - {"test"}
+    extras = {*re.findall(r"^(\w+) = \[", text, re.MULTILINE)} - {"test", "docs"}
     assert {"audio", "all"} <= extras
     assert [name for name in sorted(extras) if f"[{name}]" not in README.read_text()] == []
 
@@ -253,4 +255,5 @@ def test_every_config_is_one_that_its_script_takes_and_builds_its_models_of(conf
 def test_every_flag_that_is_named_is_one_of_a_program_or_launcher(document: Path) -> None:
     text = re.sub(r"^#SBATCH.*$", "", document.read_text(), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
-    assert named <= FLAGS_OF_OTHERS.union(*(flags_of(parser_of(program)) for program in PROGRAMS))
+    former = {f"--{name}" for name in FORMER_SETTINGS} if document.name == "CHANGELOG.md" else set()
+    assert named - former <= FLAGS_OF_OTHERS.union(*(flags_of(parser_of(program)) for program in PROGRAMS))
