@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 # Files outside of docs/ that are pages, and their names in the site.
-PAGES = {name: f"{name.lower()}" for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")} | {
-    "README.md": "index.md"
-}
+PAGES = {name: name.lower() for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
+PAGES["README.md"] = "index.md"
 LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\]\()(?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -27,9 +27,8 @@ def on_files(files: Files, config: Any) -> Files:
     sources = {path.name: path for path in (ROOT / "docs").glob("*.md")} | {name: ROOT / name for name in PAGES}
     shown: set[Path] = set()
     for name, source in sources.items():
-        text = LINK.sub(
-            lambda link, folder=source.parent: _link(link, folder, config.repo_url, shown), source.read_text()
-        )
+        rewrite = partial(_link, folder=source.parent, repo_url=config.repo_url, shown=shown)
+        text = LINK.sub(rewrite, source.read_text())
         _put(files, File.generated(config, PAGES.get(name, name), content=text))
     for path in sorted(shown):
         _put(files, File.generated(config, _shown_as(path), content=path.read_text()))

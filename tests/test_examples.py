@@ -109,6 +109,7 @@ def test_two_machines_train_with_the_variables_that_their_launcher_sets(name: st
     assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
 
 
+@pytest.mark.long  # every night: what a search shows is an example, and no promise of the scripts
 def test_a_search_that_is_killed_goes_on_with_the_trial_that_it_had_begun(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     # Updates enough that the first start is not over before it is killed.
