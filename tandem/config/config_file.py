@@ -87,7 +87,9 @@ def convert_value(value: Any, action: argparse.Action) -> Any:
 def _read_mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         root = compose_yaml(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error_text(error)}") from None
+    except ValueError as error:
         raise ValueError(f"cannot read the config {path} as YAML: {error_text(error)}") from None
     if root is None:
         return []

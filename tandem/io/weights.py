@@ -34,6 +34,7 @@ _NO_WEIGHTS = (
     (rb"\x93NUMPY", "a NumPy array", "give the file of PyTorch or safetensors"),
     (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF", "a picture or a sound", "give the file of a model"),
     (rb"\s*[\[{]", "JSON text", "give the file of the weights beside it"),
+    (rb"[\t\n\r -~]+\Z", "text, such as a configuration", "give a run folder or the file of a model"),
 )  # fmt: skip
 _PICKLE = b"\x80"
 _LONGEST_HEADER = 100_000_000  # bytes, of safetensors

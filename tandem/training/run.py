@@ -43,7 +43,7 @@ from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import EVALUATION_SECONDS
 from tandem.training.run_folder.dry_run_folder import folder_beside
 from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples
-from tandem.training.run_folder.starts import end_start
+from tandem.training.run_folder.starts import end_start, last_start
 from tandem.training.visuals.images import Sample, to_png
 
 from .ema import final_weights
@@ -194,6 +194,8 @@ class Run:
         self._parts = {**own_parts, **parts}
         messages: list[str | None] = []
         latest, meta = self._restore(messages.append)
+        if self.is_root and not latest and last_start(self.folder.path):
+            messages.append("an earlier start of this run left no checkpoint; it begins again")
         self._resumed_step = self.progress.step
         changed_flags = self._record_start()
         self.display = ProgressDisplay(

@@ -304,6 +304,15 @@ def test_a_resumed_run_says_its_validation_and_what_changed_of_its_precision(tmp
     assert float(shown[3]) == pytest.approx(metrics(tmp_path)[-1][f"valid/{shown[2]}"], rel=1e-3)
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_again(tmp_path: Path) -> None:
+    text, killed = "an earlier start of this run left no checkpoint", tmp_path / "killed"
+    assert text not in VAE.output_of(tmp_path / "whole", "--max_steps", "1")
+    killed.mkdir()
+    for name in ("starts.jsonl", "config.yaml"):
+        shutil.copy(tmp_path / "whole" / name, killed)
+    assert text in VAE.output_of(killed, "--max_steps", "1")
+
+
 @pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/step_*"])
 def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(copied: Path, gone: str) -> None:
     for path in copied.glob(gone):

@@ -344,6 +344,7 @@ def cut_short(path: Path) -> None:
 NO_STATE_DICT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tar.pth": (tar, "holds no weights"), "cut.pth": (cut_short, "holds no weights"),
     "words.pth": (lambda path: torch.save({"a": "b"}, path), "something beside names and tensors"),
+    "config.yaml": (lambda path: path.write_text("dim: 8\n"), "text, such as a configuration; give a run folder"),
     "pipe.pth": (os.mkfifo, "not a regular file"), "nothing.pth": (lambda path: None, "cannot read"),
 }  # fmt: skip
 
