@@ -62,6 +62,8 @@ class Search:
         self.process = subprocess.Popen(
             [*death, *self.args.command, *flags, "--output_dir", str(folder)], start_new_session=True
         )
+        if self.is_stopped:  # the signal came before there was a process to pass it on to
+            self.process.terminate()
         reported = set(self.study.trials[trial.number].intermediate_values)
         is_pruned = False
         while (is_running := self.process.poll() is None) or not is_pruned:

@@ -139,6 +139,32 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_it_had_begun(tmp_pa
     assert len(study.trials) == 2
 
 
+# Sends SIGTERM when the search has decided to start a trial and its process does not exist yet.
+STOP_BEFORE_TRIAL = """
+import os, signal, sys
+sys.path.insert(0, "examples")
+import optuna_search
+choose_flags = optuna_search.choose_flags
+def stop_and_choose(trial):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return choose_flags(trial)
+optuna_search.choose_flags = stop_and_choose
+optuna_search.main()
+"""
+
+
+def test_a_stop_just_before_a_training_starts_reaches_it(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    folder = tmp_path / "search"
+    # A training that makes its folder when it is over.
+    training = [sys.executable, "-c", "import os, sys, time; time.sleep(5); os.mkdir(sys.argv[-1])"]
+    command = [sys.executable, "-c", STOP_BEFORE_TRIAL, "--trials", "1", "--folder", str(folder), *training]
+    assert subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, timeout=UNTIL).returncode == 75
+    assert not (folder / "trial_0").exists(), "the training was not stopped"
+    (trial,) = optuna.load_study(study_name="search", storage=f"sqlite:///{folder}/study.db").trials
+    assert trial.state == optuna.trial.TrialState.RUNNING, "the same command goes on with it"
+
+
 def test_the_search_of_a_mistake_ends_with_its_line(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     command = [sys.executable, "examples/optuna_search.py", "--folder", str(tmp_path / "search"),
