@@ -25,13 +25,13 @@ LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\]\()(?P<target>[^)\s#:]+)(?P<anchor>#[
 
 def on_files(files: Files, config: Any) -> Files:
     sources = {path.name: path for path in (ROOT / "docs").glob("*.md")} | {name: ROOT / name for name in PAGES}
-    shown: set[Path] = set()
+    linked_files: set[Path] = set()
     for name, source in sources.items():
-        rewrite = partial(_link, folder=source.parent, repo_url=config.repo_url, shown=shown)
+        rewrite = partial(_link, folder=source.parent, repo_url=config.repo_url, linked_files=linked_files)
         text = LINK.sub(rewrite, source.read_text())
         _put(files, File.generated(config, PAGES.get(name, name), content=text))
-    for path in sorted(shown):
-        _put(files, File.generated(config, _shown_as(path), content=path.read_text()))
+    for path in sorted(linked_files):
+        _put(files, File.generated(config, _copy_name(path), content=path.read_text()))
     return files
 
 
@@ -41,7 +41,7 @@ def _put(files: Files, file: File) -> None:
     files.append(file)
 
 
-def _link(link: re.Match[str], folder: Path, repo_url: str | None, shown: set[Path]) -> str:
+def _link(link: re.Match[str], folder: Path, repo_url: str | None, linked_files: set[Path]) -> str:
     """A link as the site has it. A file that the site has to show is added to `shown`."""
     path = Path(os.path.normpath(folder / link["target"]))
     anchor = link["anchor"] or ""
@@ -54,10 +54,10 @@ def _link(link: re.Match[str], folder: Path, repo_url: str | None, shown: set[Pa
         return f"{link[1]}{repo_url.rstrip('/')}/blob/main/{name}{anchor})"
     if path.is_dir():
         return link["text"]
-    shown.add(path)
-    return f"{link[1]}{_shown_as(path)})"
+    linked_files.add(path)
+    return f"{link[1]}{_copy_name(path)})"
 
 
-def _shown_as(path: Path) -> str:
+def _copy_name(path: Path) -> str:
     """With an ending that every browser shows instead of offering a download."""
     return f"files/{path.relative_to(ROOT).as_posix()}.txt"

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def loss_of_frames(image_loss: Callable[[Tensor, Tensor], T]) -> Callable[[Tensor, Tensor, Tensor], T]:
-    """The loss of single frames, from that of images (b, c, h, w): a function of two batches of videos (b, c, f, h, w)
-    and of the number of the frame of each (b,), int64."""
+    """A function that compares one frame of each video by a loss of images (b, c, h, w). It takes two batches of videos
+    (b, c, f, h, w) and the index of the frame of each, int64 (b,)."""
 
     def select(videos: Tensor, frames: Tensor) -> Tensor:
         return videos[torch.arange(len(videos), device=videos.device), :, frames]

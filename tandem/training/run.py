@@ -195,7 +195,7 @@ class Run:
         messages: list[str | None] = []
         latest, meta = self._restore(messages.append)
         if self.is_root and not latest and last_start(self.folder.path):
-            messages.append("an earlier start of this run left no checkpoint; it begins again")
+            messages.append("an earlier start of this run left no checkpoint, so the run begins at its first update")
         self._resumed_step = self.progress.step
         changed_flags = self._record_start()
         self.display = ProgressDisplay(

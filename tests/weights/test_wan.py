@@ -134,8 +134,8 @@ def test_the_latents_of_a_file_of_the_size_of_wan_2_1_are_normalised_as_publishe
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attention": ({"attn_scales": [0.5]}, "its attn_scales is"),
     "one level of time": ({"temperal_downsample": [False, False, True]}, "two true"),
-    "channels that are not joined": ({"in_channels": 3, "out_channels": 1}, "no frames have so many"),
-    "channels of half a pixel": ({"patch_size": 2, "in_channels": 6, "out_channels": 6}, "no frames have so many"),
+    "channels that are not joined": ({"in_channels": 3, "out_channels": 1}, "one number of channels"),
+    "channels of half a pixel": ({"patch_size": 2, "in_channels": 6, "out_channels": 6}, "one number of channels"),
     "channels in words": ({"in_channels": "three", "out_channels": "three"}, "its in_channels"),
     "grey weights of colours": ({"in_channels": 1, "out_channels": 1}, "shape"),
     "levels": ({"dim_mult": [1, 2]}, "its dim_mult is"),

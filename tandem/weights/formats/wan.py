@@ -107,7 +107,8 @@ def read_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     counts = {*patch_channels.values()} or {3 * patch_size**2}
     arguments["channels"], remainder = divmod(max(counts), patch_size**2)
     if len(counts) > 1 or remainder:
-        raise ValueError(f"its channels are {patch_channels} at a patch_size of {patch_size}: no frames have so many")
+        counts_text = ", ".join(f"{name} {value}" for name, value in patch_channels.items())[:80]
+        raise ValueError(f"expected one number of channels, a multiple of patch_size {patch_size}^2: {counts_text}")
     mean, std = config.get(_LATENTS_MEAN, [*_MEAN_2_1]), config.get(_LATENTS_STD, [*_STD_2_1])
     return arguments, [*checked_statistics(mean, std)]
 
