@@ -253,7 +253,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         speed = processes.world_size / median(note["measurements"][number][1] for note in all_notes)
         if latents:
             scores |= latents.statistics.result(processes.sum)
-        if features:
+        if features and reference:
             distributions = dict[str, Any]()
             distributions["rfid" if args.fid_weights else "rfvd"], score = features.result(processes.sum)
             scores |= score

@@ -184,7 +184,13 @@ def reference_statistics(
         processes.say(f"the statistics of the originals are those in {path}")
         return gaussian
     originals = FeatureStatistics(networks.features, networks.dim, processes.device)
-    run_pass("computed features of originals", lambda batches: (originals.add(samples) for samples, _ in batches))
+
+    def add_batches(batches: Batches) -> Iterator[None]:
+        for samples, _ in batches:
+            originals.add(samples)
+            yield
+
+    run_pass("computed features of originals", add_batches)
     gaussian, _ = originals.result(processes.sum)
     with contextlib.suppress(OSError):  # they are computed again the next time
         if processes.is_root:
