@@ -65,7 +65,7 @@ POLL_SECONDS = 0.2
 
 
 def build_parser() -> ArgumentParser:
-    text = "Replay a stretch of a run, and compare every logged value and every tensor bit by bit."
+    text = "Replay a stretch of a run, and compare every tensor, bit by bit, and every logged value."
     parser = ArgumentParser("verify.py", text, is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s RUN [--updates FIRST:LAST] [flags] [flags of the run's script]"
     # fmt: off
@@ -206,8 +206,13 @@ class Replay:
         differences = [f"{name} {text}" for name, text in texts.items() if text]
         where = f"{self} on {socket.gethostname()}"
         if not differences:
-            note = "" if has_same_placement else "; validations, whose sums depend on the processes, were not compared"
-            return f"{CONFIRMED}{where}: {len(names)} logged values and tensors are the same, bit by bit{note}"
+            agreement = "are the same, bit by bit"
+            if not has_same_placement:
+                agreement = (
+                    "are the same: tensors bit by bit, logged values to 11 digits, because other processes add them in "
+                    "another order; validations were not compared"
+                )
+            return f"{CONFIRMED}{where}: {len(names)} logged values and tensors {agreement}"
         logged = [text for text in differences if text.startswith("update ")]
         firsts = "; ".join([*logged[:1], *differences[len(logged) :][:1]])
         return f"{DIFFERS}{where}: {firsts}; {len(differences)} of {len(names)} differ; the replay is in {self.output}"

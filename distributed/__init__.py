@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
     group.add_argument("--timeout_minutes", type=timeout, default=30.0, metavar="MINUTES",
         help="end the job when a process makes no progress for this long")
     group.add_argument("--check_replicas_every_n_steps", type=step_count_or_0, default=1000, metavar="UPDATES",
-        help="how often to check that all processes hold bit-identical weights; 0: only at the start")
+        help="how often to check that all processes hold bit-identical weights; 0: only at the start, as always with "
+        "FSDP and ZeRO 3, which shard them")
     group.add_argument("--deterministic", action="store_true",
         help="use deterministic kernels only: a repeated run gives the same bits, but is slower")
     group.add_argument("--batch_parts", type=non_negative_int, default=0, metavar="N",

@@ -42,7 +42,7 @@ def _put(files: Files, file: File) -> None:
 
 
 def _link(link: re.Match[str], folder: Path, repo_url: str | None, linked_files: set[Path]) -> str:
-    """A link as the site has it. A file that the site has to show is added to `shown`."""
+    """A link as the site has it. A file that the site has to show is added to `linked_files`."""
     path = Path(os.path.normpath(folder / link["target"]))
     anchor = link["anchor"] or ""
     if not path.exists() or not path.is_relative_to(ROOT):
