@@ -388,6 +388,35 @@ def test_a_line_and_the_file_say_how_many_of_the_samples_a_model_was_trained_on(
     assert counted("--held_out_of", first) == {of_first: 0, of_second: len(held_out[0] - held_out[1])}
 
 
+# Of the same files: how a run names them, how they are measured, and how many of those that it trained on are measured.
+SPELLINGS = {
+    "a tar of a pattern": ("tars/*.tar", "tars/1.tar", 8),
+    "a pattern of other spelling": ("tars/*.tar", "tars/{0..4}.tar", 40),
+    "the folder that a manifest lists": ("list.csv", "images", 40),
+    "a manifest of the folder": ("images", "list.csv", 40),
+    "a link to the folder": ("images", "link", 40),
+    "a folder of the home": ("~/images", "images", 40),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_samples_are_found_in_the_data_of_a_run_however_both_are_spelt(
+    spelling: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, measured, count = SPELLINGS[spelling]
+    for name in ("images", "tars"):
+        (tmp_path / name).symlink_to(data / name)
+    (tmp_path / "link").symlink_to("images")
+    (tmp_path / "list.csv").write_text(
+        "path\n" + "".join(f"images/{file.name}\n" for file in (data / "images").iterdir())
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = VQGAN.train(tmp_path / "run", "--image_folder", trained, "--valid_fraction", "0", "--max_steps", "1")
+    report = report_of("--model", run, "--image_folder", measured, output=tmp_path / "values")
+    assert report["models"][str(run)].get("trained_on") == count
+
+
 def test_where_the_data_of_a_run_cannot_be_compared_a_line_says_why(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,8 +62,8 @@ def split_of_run(run: argparse.Namespace, **image_options: Any) -> DataSplit:
 
 def count_trained_on(run: argparse.Namespace, samples: SampleDataset, data: str) -> tuple[int, str | None]:
     """How many of the samples of `data` a run with these arguments trains on, compared by path; and the fingerprint of
-    the run's data, None if its folders cannot share files with `data` and were not listed. Raises what `split_of_run`
-    raises, and ValueError, in one line, if there are no paths to compare."""
+    the run's data, None if it is another folder than `data` and was not listed. Raises what `split_of_run` raises, and
+    ValueError, in one line, if there are no paths to compare."""
     folders = _data_folders(run)
     if run.dataset:
         raise ValueError(f"the run's data is --dataset {run.dataset}, whose items have no paths")
@@ -71,9 +71,10 @@ def count_trained_on(run: argparse.Namespace, samples: SampleDataset, data: str)
         raise ValueError(f"{data} and the run's data, {' and '.join(folders)}, are drawn and have no paths")
     if not any(_may_share_files(folder, data) for folder in folders):
         return 0, None
-    split = split_of_run(run)
-    paths = {os.path.abspath(split.trained.describe(index)) for index in range(len(split.trained))}
-    return sum(os.path.abspath(samples.describe(index)) in paths for index in range(len(samples))), split.fingerprint
+    split, real_folders = split_of_run(run), dict[str, str]()
+    paths = {_real_path(split.trained.describe(index), real_folders) for index in range(len(split.trained))}
+    n_trained_on = sum(_real_path(samples.describe(index), real_folders) in paths for index in range(len(samples)))
+    return n_trained_on, split.fingerprint
 
 
 def folders_of_run(run: argparse.Namespace) -> str:
@@ -85,12 +86,27 @@ def folders_of_run(run: argparse.Namespace) -> str:
 
 
 def _data_folders(run: argparse.Namespace) -> list[str]:
-    return [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
+    folders = [getattr(run, name, None) for name in ("image_folder", "video_folder")]
+    return [os.path.expanduser(folder) for folder in folders if folder]
 
 
 def _may_share_files(first: str, second: str) -> bool:
-    """Whether two paths of data are equal, or one lies inside the other."""
+    """Whether two paths of data may lead to the same files: always, unless both are folders, neither of which lies
+    inside the other. Manifests name any files, and patterns of tars have many spellings."""
     if any(path.startswith("demo:") for path in (first, second)):
         return False
-    outer, inner = sorted((path if is_url(path) else os.path.realpath(path) for path in (first, second)), key=len)
-    return inner == outer or inner.startswith(os.path.join(outer, ""))
+    paths = [path if is_url(path) else os.path.realpath(os.path.expanduser(path)) for path in (first, second)]
+    outer, inner = sorted(paths, key=len)
+    are_folders = all(map(os.path.isdir, paths))
+    return not are_folders or inner == outer or inner.startswith(os.path.join(outer, ""))
+
+
+def _real_path(path: str, real_folders: dict[str, str]) -> str:
+    """The path of a sample by its folder without links, which is looked up in `real_folders` or added to it. An address
+    stays as it is."""
+    if is_url(path):
+        return path
+    folder, name = os.path.split(path)
+    if folder not in real_folders:
+        real_folders[folder] = os.path.realpath(folder)
+    return os.path.join(real_folders[folder], name)
