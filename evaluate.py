@@ -125,6 +125,8 @@ class Config:
         args.fresh = False  # `distributed.launch_inference` reads it, and this script has no --fresh
         args.data = args.image_folder or args.video_folder or args.audio_data
         args.output = args.output and args.output.removesuffix(".json")
+        if args.output and not os.path.basename(args.output):
+            parser.error(f"--output {args.output}: give a name in that folder, to which .json and .png are added")
         if not args.data:
             parser.error("give --image_folder, --video_folder, --held_out_of or --audio_data")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from tandem.config.fields import flag, given
 from tandem.config.models.decoder import GUIDED, Sampling
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import ClipFlags, kernel_settings
-from tandem.io.reading import LONGEST_FILE_BYTES, counted, plain_text, read_bytes, text_lines
+from tandem.io.reading import LONGEST_FILE_BYTES, counted, error_text, plain_text, read_bytes, text_lines
 from tandem.launch import fetch_model, inference_parser, start_inference
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class Config(ClipFlags, Sampling):
     )
     masks: str | None = flag(
         None,
-        "folder with an image for each of --images, black where something new is to be drawn, white where the picture "
-        "stays",
+        "folder with an image for each of --images, of the same name, black where something new is to be drawn, white "
+        "where the picture stays",
         FOLDER,
         requires=given("images", "DIR"),
     )
@@ -180,6 +181,17 @@ def load_clip(args: argparse.Namespace, origin: Mapping[str, str] | None, proces
 def image_names(images: Any) -> list[str]:
     """The names of a set of images; [] for None."""
     return [images.name(index) for index in range(len(images or []))]
+
+
+def check_masks(image_names: Sequence[str], mask_names: Sequence[str]) -> None:
+    """Raise ValueError, in one line, unless there is a mask for each image: of the same name, but for the ending; or,
+    if no name is shared, as many masks as images, in the order of both."""
+    if len(image_names) != len(mask_names):
+        raise ValueError(f"{len(image_names)} --images and {len(mask_names)} --masks: give one for each")
+    images, masks = ([os.path.splitext(name)[0] for name in names] for names in (image_names, mask_names))
+    if {*images} & {*masks} and images != masks:
+        name = next(name for name, image, mask in zip(image_names, images, masks, strict=True) if image != mask)
+        raise ValueError(f"--masks has no mask of the name of {name}: give images and masks the same names")
 
 
 def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
@@ -302,7 +314,11 @@ def hash_inputs(
         digest = hashlib.sha256()
         for index in range(len(images or [])):
             heartbeat("reading images")
-            digest.update(images.load(index)["images"].numpy().tobytes())
+            try:
+                pixels_of_image = images.load(index)["images"]
+            except (OSError, ValueError) as error:
+                raise ValueError(f"cannot read {images.describe(index)}: {error_text(error)}") from None
+            digest.update(pixels_of_image.numpy().tobytes())
         hashes[name] = digest.hexdigest()
     return {f"{name}_sha256": digest for name, digest in hashes.items()}
 
@@ -339,8 +355,8 @@ def draw(args: argparse.Namespace, processes: ProcessGroup) -> None:
         labels = sources[0].labels if sources else names
         if names and len(names) != len(labels):
             raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
-        if masks is not None and len(masks) != len(names):
-            raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
+        if masks is not None:
+            check_masks(names, image_names(masks))
         hashes = hash_inputs(args, trained, {"images": images, "masks": masks}, processes.heartbeat)
     for image_set in filter(None, (images, masks)):
         if image_set.skipped:

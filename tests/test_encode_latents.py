@@ -16,10 +16,12 @@ from pathlib import Path
 
 import filling
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from filling import IMAGES, LATENTS, SIZE, autoencoder, index, saved
 from filling_fixtures import model, on_one_cpu, source  # noqa: F401
+from pyarrow import parquet
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -176,11 +178,11 @@ def test_classes_in_a_tar_are_the_labels_and_an_image_without_one_is_left_out(mo
 def test_classes_in_a_manifest_are_the_labels(source, tmp_path):
     rows = [
         {"path": str(source / name), "cls": label}
-        for name, label in zip(IMAGES, (3, "\ufeff1", 0, "dog"), strict=False)
+        for name, label in zip(IMAGES, (3, "\ufeff1", "4.0", "dog"), strict=False)
     ]
     (tmp_path / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     images = open_labelled(str(tmp_path / "images.jsonl"), image_size=SIZE, channels=3)
-    assert [images.load(number)["label"] for number in range(3)] == [3, 1, 0]
+    assert [images.load(number)["label"] for number in range(3)] == [3, 1, 4]
     with pytest.raises(ValueError, match="its class is 'dog'"):
         images.load(3)
 
@@ -229,11 +231,20 @@ def test_outputs_have_different_names_below_their_folder():
 
 
 def test_classes_of_a_table_have_the_numbers_that_they_have_there(source, tmp_path):
-    kinds = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["zebra", "ant"]}}
+    """However the names are spaced."""
+    kinds = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["zebra  of Grevy", "ant "]}}
     pictures = [{"bytes": (source / name).read_bytes(), "path": None} for name in IMAGES[:3]]
     save_to_disk(tmp_path / "table", table({"image": pictures, "label": [1, 0, 1]}, kinds))
     images = open_labelled(str(tmp_path / "table"), image_size=SIZE, channels=3)
     assert [images.load(number)["label"] for number in range(3)] == [1, 0, 1]
+
+
+def test_files_of_a_table_without_classes_are_no_classes(source, tmp_path):
+    for number, name in enumerate(IMAGES[:3]):
+        row = {"image": [{"bytes": (source / name).read_bytes(), "path": None}]}
+        parquet.write_table(pyarrow.table(row), tmp_path / f"train-{number:05d}.parquet")
+    images = open_labelled(str(tmp_path), image_size=SIZE, channels=3)
+    assert [images.load(number)["label"] for number in range(3)] == [0, 0, 0]
 
 
 def test_images_without_classes_have_the_label_0(tmp_path):

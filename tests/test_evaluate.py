@@ -562,6 +562,12 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out_and_one_that_is_partly
 # Mistakes.
 
 
+def test_an_output_without_a_name_is_refused_before_anything_is_measured(at: Path, tmp_path: Path) -> None:
+    flags = ["--model", at / "a", "--image_folder", at / "photos", "--output", f"{tmp_path}/"]
+    assert f"--output {tmp_path}/: give a name in that folder" in refusal(evaluate.main, *flags)
+    assert not list(tmp_path.iterdir())
+
+
 def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_line(
     at: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,28 @@ def test_pictures_are_enlarged_and_filled_in(at: Path, tmp_path: Path) -> None:
     drawn(tmp_path / "filled", *model, *rows, "--images", at / "large", "--masks", at / "masks")
     pixels = np.asarray(Image.open(tmp_path / "filled" / "00001.png")).astype(int)
     assert np.abs(pixels[:8] - 140).max() <= 1 and np.abs(pixels[8:] - 140).mean() > 5
+
+
+def test_a_mask_is_that_of_the_image_of_its_name_and_a_broken_image_is_named(at: Path, tmp_path: Path) -> None:
+    """Names that have nothing in common are paired in their order."""
+    flags = ["--model", at / "image", "--image_embeddings", at / "rows.npy", "--images"]
+    for folder in ("masks", "others"):
+        shutil.copytree(at / "masks", tmp_path / folder)
+    for number, path in enumerate(sorted((tmp_path / "others").iterdir())):
+        path.rename(path.with_name(f"mask{number}.png"))
+    by_name, by_order = (
+        drawn(tmp_path / f"of {masks}", *flags, at / "large", "--masks", tmp_path / masks)
+        for masks in ("masks", "others")
+    )
+    assert by_name == by_order
+    last = max((tmp_path / "masks").iterdir())
+    last.rename(last.with_name("other.png"))
+    said = refusal(sample.main, *asked(tmp_path / "refused", *flags, at / "large", "--masks", tmp_path / "masks"))
+    assert f"--masks has no mask of the name of {last.name}" in said
+    broken = shutil.copytree(at / "large", tmp_path / "broken")
+    (broken / last.name).write_bytes(b"")
+    said = refusal(sample.main, *asked(tmp_path / "refused", *flags, broken, "--masks", at / "masks"))
+    assert f"cannot read {broken / last.name}: " in said
 
 
 def test_clip_gives_embeddings_of_images_and_encodings_of_texts(at: Path, clip: list[str], tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from tandem.data.fields import Field, ImageField, SampleDataset
 from tandem.data.sets import open_records
 from tandem.data.sources.record import FieldSpec, FileRef, Record
 from tandem.data.sources.rows import Rows
+from tandem.data.sources.table import TableSource
 
 from .codes import StoredCodes
 from .films import FilmWriter
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 LATENTS, FLIPPED, LABELS = "latents", "latents_flip", "labels"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = (*DTYPES.values(), "int64")
-_CLASS_NUMBER = re.compile("[0-9]{1,9}")
+_CLASS_NUMBER = re.compile(r"([0-9]{1,9})(\.0+)?")  # 4.0 is what pandas writes beside empty cells
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ class LabelField(Field):
             text = read_single_text(cls)
         else:
             text = normalize_text(str(next(iter((cls or {}).values()), "")))
-        number = self.numbers.get(text, text)
-        if not _CLASS_NUMBER.fullmatch(str(number)):
+        number = _CLASS_NUMBER.fullmatch(str(self.numbers.get(text, text)))
+        if not number:
             if not self.is_needed:
                 return {}
             raise ValueError(f"its class is {text[:40]!r}: its .cls, or cls in its row, has to be a number from 0 on")
-        return {"label": int(number)}
+        return {"label": int(number[1])}
 
 
 def _first_folder(name: str) -> str:
@@ -109,8 +110,9 @@ def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Sampl
     source = open_records(spec, [image.spec, LabelField.spec], "shapes", image.seed)
     is_stated = bool(source.examples(LabelField.spec.name))
     if is_stated:
-        class_names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
-    else:
+        names = next(iter(source.classes.values()), []) if isinstance(source, Rows) else []
+        class_names = [normalize_text(name) for name in names]
+    elif not isinstance(source, TableSource):  # whose names are those of its files, and numbers
         class_names = sorted({_first_folder(source.name(index)) for index in range(len(source))} - {""})
     class_numbers = {name: number for number, name in enumerate(class_names)}
     return SampleDataset(source, [image, LabelField(is_stated, class_numbers, source.name, is_needed)])
