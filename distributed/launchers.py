@@ -17,6 +17,7 @@ from pathlib import Path
 from .errors import UserMistake
 
 DEFAULT_MASTER_PORT = 29500
+_PORTS_BETWEEN_STEPS = 1009  # of one job, so that a step seldom has the port of a neighbouring job
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Launch:
     master_address: str = "127.0.0.1"
     master_port: int | None = None  # None: the launcher sets none
     is_restart: bool = False  # the launcher started the processes again after some had failed
+    #: The same for all processes of the launch, and another one for other launches; "" if the launcher does not say it.
+    job: str = ""
 
     @property
     def is_root(self) -> bool:
@@ -59,14 +62,15 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
                 "mpirun started this on several machines without MASTER_ADDR; add `-x MASTER_ADDR=<first host>`"
             )
         names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE"))
-        return Launch("mpirun", *_read_ranks(env, *names), *_read_master(env))
+        return Launch("mpirun", *_read_ranks(env, *names), *_read_master(env), job=env.get("PMIX_NAMESPACE", ""))
     # SLURM_PROCID alone does not show srun: SLURM also sets it in a batch script, which is one process.
     if _read_integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         ranks = _read_ranks(env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
         host = env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", ""))
-        # From the job's number, because two jobs on one node need different ports.
-        port = _read_integer(env, "MASTER_PORT", 20000 + _read_integer(env, "SLURM_JOB_ID", 0) % 20000)
-        return Launch("srun", *ranks, host, port, _is_restart(env))
+        # From the numbers of job and step, because two of them on one node need different ports.
+        job, step = (_read_integer(env, f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
+        port = _read_integer(env, "MASTER_PORT", 20000 + (job + _PORTS_BETWEEN_STEPS * step) % 20000)
+        return Launch("srun", *ranks, host, port, _is_restart(env), f"{job}.{step}")
     return Launch("python", is_restart=_is_restart(env))
 
 

@@ -118,8 +118,14 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     each machine prints that.
 
     Raises:
-        RuntimeError: after the timeout, in one line that names a missing process.
+        RuntimeError: after the timeout, in one line that names a missing process; or at once, if the store is that of
+            another job.
     """
+    if launch.is_root:
+        store.set("job", launch.job)
+    all_jobs = store
+    if launch.job:
+        store = dist.PrefixStore(f"job {launch.job}", store)
     own_token, ranks, entries = uuid.uuid4().hex[:12], range(launch.world_size), []
     token_keys, seen_keys = [f"token/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks]
     address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
@@ -128,6 +134,11 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     deadline, has_reported = start_time + timeout.total_seconds(), False
     tokens_digest = returned_digest = ""
     while time.monotonic() < deadline:
+        if all_jobs.check(["job"]) and (job := all_jobs.get("job").decode()) != launch.job:
+            raise RuntimeError(
+                f"the port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} is that of another job, "
+                f"{job!r}, and this one is {launch.job!r}: give each a MASTER_PORT of its own"
+            )
         if not has_reported and time.monotonic() > start_time + REPORT_SECONDS:
             has_reported = True
             _report_missing(launch, [rank for rank, key in enumerate(token_keys) if not store.check([key])])

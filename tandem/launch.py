@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,12 @@ def start_inference(
     """Parse the arguments of a script that uses trained weights, connect the processes, and call ``run(args,
     processes)``."""
     args = parser.parse(argv)
-    distributed.launch_inference(lambda processes: run(args, processes), parser, args)
+
+    def start(processes: ProcessGroup) -> None:
+        require_same_flags(parser, args, processes)
+        run(args, processes)
+
+    distributed.launch_inference(start, parser, args)
 
 
 def start_training(
@@ -96,6 +102,7 @@ def start_training(
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
         processes, source = backend.processes, args.init_from
+        require_same_flags(parser, args, processes)
         resumed = read_config_to_resume(args, processes)
         origin = fetch_model(source, processes) if resumed is None else resumed.get("init_from")
         if source:
@@ -113,6 +120,20 @@ def start_training(
         train(parser.to_config(args, {**settings, "init_from": origin}, resumed), backend)
 
     distributed.launch(start, parser, parser.parse(argv, demo_config), last_start)
+
+
+def require_same_flags(parser: ArgumentParser, args: argparse.Namespace, processes: ProcessGroup) -> None:
+    """Raise UserMistake, in one line on every process, if a flag has another value on one of them: a command was edited
+    on one machine, or a process of another job has come to the port of this one. Collective."""
+    settings: dict[str, Any] = json.loads(json.dumps(parser.settings_of_all(args), default=str))
+    root_settings = processes.broadcast_object(settings)
+    with processes.raise_on_all_ranks():
+        for name, value in settings.items():
+            if root_settings.get(name) != value:
+                raise ValueError(
+                    f"--{name} is {value} on rank {processes.rank} and {root_settings.get(name)} on rank 0: start all "
+                    "processes with the same flags, and each job on a machine with a MASTER_PORT of its own"
+                )
 
 
 def adopt_architecture(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:

@@ -224,6 +224,8 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     shutil.rmtree(audio)
     longer = Path(shutil.copytree(run, tmp_path / "longer"))
     WITH_TOWERS.train(longer, *said, "--max_steps", "4")
+    thawed = [word for word in said if word != "--freeze_text_tower"]
+    assert "--freeze_text_tower was True and is now False" in WITH_TOWERS.refused(longer, *thawed, "--max_steps", "5")
     assert yaml.safe_load((longer / "config.yaml").read_text())["tokenizer"] == str(Path(text, "tokenizer.json"))
     frozen = {name: weight for name, weight in state.items() if name.startswith("text.encoder.")}
     assert_same_bits({name: final_weights(longer)[name] for name in frozen}, frozen)

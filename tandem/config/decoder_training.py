@@ -44,6 +44,7 @@ class DecoderFlags:
         "numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)",
         positive_int,
         nargs="+",
+        fixed_on_resume=lambda numbers: sorted(numbers or []),
         title="training (rate, warm-up and decay: one value, or one for each Unet)",
     )
     init_from: str | None = start_flag(

@@ -16,12 +16,24 @@ from tandem.io.reading import printable
 from tandem.io.renamed import FORMER_SETTINGS
 from tandem.io.writing import open_standard_streams
 
-from .converters import choice_error, config_names, config_value, did_you_mean, format_flag, format_value
+from .converters import (
+    FILE,
+    FOLDER,
+    PATH,
+    choice_error,
+    config_names,
+    config_value,
+    did_you_mean,
+    format_flag,
+    format_value,
+)
 from .fields import DATA, Flag, Invocation, Requirement, add_flag, flags_of, specs_of
 from .shell import HelpAll, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
+# Paths, and what a machine can do at once, may differ between machines.
+_SETTINGS_OF_A_MACHINE = frozenset({"model", "output", "deepspeed_config", "num_workers", "cpu_threads"})
 
 # Seconds that a process other than the root waits after an error. A launcher ends all processes when the first one
 # exits: the short delay leaves the root the time to print an error that all have. A process that still runs after the
@@ -326,6 +338,13 @@ class ArgumentParser(argparse.ArgumentParser):
             for name, action in self._config_flags.items()
             if name not in FORMER_SETTINGS
         }
+
+    def settings_of_all(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Those of the `settings` that are the same on every process: not the paths, which may differ between machines,
+        and not how much a machine can do at once."""
+        paths = {config_names(a)[0] for a in self._config_flags.values() if a.type in (PATH, FILE, FOLDER)}
+        settings = self.settings(args).items()
+        return {name: value for name, value in settings if name not in paths | _SETTINGS_OF_A_MACHINE}
 
     def _parse_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """Values, and the aliases that were used, by dest name."""

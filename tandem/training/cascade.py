@@ -75,16 +75,9 @@ class Cascade:
         return {"weights": self._frozen_weights()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the weights. Raises ValueError if they are those of other Unets."""
-        weights, saved_weights = self._frozen_weights(), state["weights"]
-        if weights.keys() != saved_weights.keys():
-            unet_numbers = sorted({int(name.partition(".")[0]) + 1 for name in saved_weights})
-            raise ValueError(
-                f"the run trains other Unets than --train_unets says: it keeps the Unets {unet_numbers or 'none'} as "
-                "they are; give the same flag, or start another run with --init_from"
-            )
-        for name, tensor in weights.items():
-            tensor.copy_(saved_weights[name])
+        """Restore the weights."""
+        for name, tensor in self._frozen_weights().items():
+            tensor.copy_(state["weights"][name])
 
     def _frozen_weights(self) -> dict[str, Tensor]:
         return {

@@ -26,11 +26,11 @@ HOROVODRUN = {
 }  # fmt: skip
 SRUN = {
     "SLURM_JOB_ID": "41234", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_ID": "0",
 }  # fmt: skip
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "1575747585",
 }  # fmt: skip
 
 
@@ -51,24 +51,34 @@ LAUNCHES = {
     "no CROSS_RANK": (without(DEEPSPEED, "CROSS_RANK"), Launch("torchrun", 1, 1, 2, "127.0.0.1", 29500)),
     "no LOCAL_SIZE": (without(DEEPSPEED, "LOCAL_SIZE"), Launch("torchrun", 1, 1, 2, "127.0.0.1", 29500)),
     "horovodrun inside others": ({**TORCHRUN, **SRUN, **HOROVODRUN}, Launch("horovodrun", 3, 1, 4)),
-    "srun": (SRUN, Launch("srun", 6, 2, 8, "gpu03", 21234)),  # 20000 + 41234 modulo 20000
-    "srun, other job": ({**SRUN, "SLURM_JOB_ID": "41235"}, Launch("srun", 6, 2, 8, "gpu03", 21235)),
-    "srun, exported address": (
-        {**SRUN, "MASTER_ADDR": "gpu03.ib", "MASTER_PORT": "12345"}, Launch("srun", 6, 2, 8, "gpu03.ib", 12345)
+    "srun": (SRUN, Launch("srun", 6, 2, 8, "gpu03", 21234, job="41234.0")),  # 20000 + 41234 modulo 20000
+    "srun, other job": (
+        {**SRUN, "SLURM_JOB_ID": "41235"}, Launch("srun", 6, 2, 8, "gpu03", 21235, job="41235.0")
     ),
-    "srun, exported world size": ({**SRUN, "WORLD_SIZE": "8"}, Launch("srun", 6, 2, 8, "gpu03", 21234)),
+    "srun, other step": ({**SRUN, "SLURM_STEP_ID": "2"}, Launch("srun", 6, 2, 8, "gpu03", 23252, job="41234.2")),
+    "srun, exported address": (
+        {**SRUN, "MASTER_ADDR": "gpu03.ib", "MASTER_PORT": "12345"},
+        Launch("srun", 6, 2, 8, "gpu03.ib", 12345, job="41234.0"),
+    ),
+    "srun, exported world size": (
+        {**SRUN, "WORLD_SIZE": "8"}, Launch("srun", 6, 2, 8, "gpu03", 21234, job="41234.0")
+    ),
     "batch script": (BATCH_SCRIPT, Launch("python")),
     "step of one task": ({**BATCH_SCRIPT, "SLURM_STEP_NUM_TASKS": "1"}, Launch("python")),
-    "mpirun": (MPIRUN, Launch("mpirun", 3, 1, 4, "127.0.0.1", 29500)),
-    "mpirun, two machines": ({**SEVERAL_MACHINES, "MASTER_ADDR": "node0"}, Launch("mpirun", 3, 1, 4, "node0", 29500)),
+    "mpirun": (MPIRUN, Launch("mpirun", 3, 1, 4, "127.0.0.1", 29500, job="1575747585")),
+    "mpirun, two machines": (
+        {**SEVERAL_MACHINES, "MASTER_ADDR": "node0"}, Launch("mpirun", 3, 1, 4, "node0", 29500, job="1575747585")
+    ),
     # On several nodes mpirun starts its daemons with srun, whose variables the ranks inherit: one task per node.
     "mpirun inside SLURM": (
         {**SRUN, **MPIRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "gpu03"},
-        Launch("mpirun", 3, 1, 4, "gpu03", 29500),
+        Launch("mpirun", 3, 1, 4, "gpu03", 29500, job="1575747585"),
     ),
     "restarted": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, Launch("torchrun", 5, 1, 8, "node0", 29400, True)),
     "never restarted": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, Launch("torchrun", 5, 1, 8, "node0", 29400)),
-    "srun, requeued": ({**SRUN, "SLURM_RESTART_COUNT": "1"}, Launch("srun", 6, 2, 8, "gpu03", 21234, True)),
+    "srun, requeued": (
+        {**SRUN, "SLURM_RESTART_COUNT": "1"}, Launch("srun", 6, 2, 8, "gpu03", 21234, True, "41234.0")
+    ),
     "batch script, requeued": ({"SLURM_RESTART_COUNT": "1"}, Launch("python", is_restart=True)),
 }  # fmt: skip
 

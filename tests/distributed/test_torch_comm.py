@@ -92,6 +92,25 @@ def test_what_a_start_that_failed_left_behind_is_not_taken_for_a_process() -> No
     assert job.start([False, False], late=1) == [Start(2, True)] * 2
 
 
+def test_a_process_of_another_job_is_not_taken_for_one_of_this_job() -> None:
+    """Two jobs were started on one machine with the same port, and the root of the second could not have it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def of_process(job: str, rank: int, late: float) -> Start | str:
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=PATIENCE)
+        time.sleep(late)
+        try:
+            return agree_on_start(client, Launch("srun", rank, rank, 2, job=job), PATIENCE)
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as threads:
+        places = [("7.0", 0, 0.2), ("7.0", 1, 0.4), ("7.1", 1, 0.0)]
+        *own, other = threads.map(of_process, *zip(*places, strict=True))
+    assert own == [Start(1, False)] * 2
+    assert isinstance(other, str) and "is that of another job, '7.0', and this one is '7.1'" in other
+
+
 @pytest.mark.parametrize(("came", "local_rank", "tells"), [(0, 0, True), (1, 0, True), (1, 1, False)])
 def test_a_process_that_does_not_come_is_named_soon_and_at_the_end(
     came: int, local_rank: int, tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

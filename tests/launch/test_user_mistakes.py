@@ -112,3 +112,13 @@ def test_a_machine_whose_folder_lacks_a_file_is_named_and_all_end_with_2(tmp_pat
     assert re.search(r"rank 1 \(on .+\) sees 39 images in .+, rank 0 \(on .+\) sees 40: .* copy", error), error
     assert "Traceback" not in finished.output.partition(error)[0], finished.output
     assert set(re.findall(r"exitcode\s*: (\d+) ", finished.output)) == {"2"}, finished.output
+
+
+def test_another_flag_on_one_machine_is_named_and_all_end_with_2(tmp_path: Path) -> None:
+    """Loader processes may differ, and paths, as above."""
+    flags = ["--num_workers", "{rank}", "--max_steps", "1{rank}"]
+    flags = SCRIPTS["train_vae"].flags(tmp_path / "run", *flags)
+    finished = run(Launcher("torchrun", 2), "tests/launch/own_folder_worker.py", flags)
+    assert_one_line(finished.output, "--max_steps is 11 on rank 1 and 10 on rank 0: start all processes with the same")
+    assert set(re.findall(r"exitcode\s*: (\d+) ", finished.output)) == {"2"}, finished.output
+    assert not (tmp_path / "run").exists()

@@ -177,11 +177,15 @@ class MuLaNConfig(RecomputingConfig):
     freeze_text_tower: bool = flag(
         False,
         "do not train the weights of --text_tower",
+        fixed_on_resume=True,
         title="pretrained towers",
         requires=given("text_tower", "PATH"),
     )
     freeze_audio_tower: bool = flag(
-        False, "do not train the weights of --audio_tower", requires=given("audio_tower", "PATH")
+        False,
+        "do not train the weights of --audio_tower",
+        fixed_on_resume=True,
+        requires=given("audio_tower", "PATH"),
     )
     init_logit_scale: float = flag(
         math.log(10.0),

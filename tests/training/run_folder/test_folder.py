@@ -54,6 +54,16 @@ def test_fresh_moves_the_old_run_away_each_time_though_the_terminal_stands_in_it
         before = files(copied)
 
 
+@pytest.mark.parametrize("path", [".", "..", "./"])
+def test_fresh_does_not_write_into_the_old_run_where_a_path_means_the_folder_that_was_moved(
+    path: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(copied)
+    monkeypatch.chdir(copied / "samples" if path == ".." else copied)
+    assert f"that --output_dir calls {Path(path)}: give its whole path" in VAE.refused(Path(path), *ONE, "--fresh")
+    assert files(copied) == before
+
+
 @pytest.mark.parametrize("left", ["config.yaml", "starts.jsonl", "checkpoints"])
 def test_fresh_knows_a_run_by_what_is_left_of_it(copied: Path, left: str) -> None:
     for name in {"config.yaml", "starts.jsonl"} - {left}:
