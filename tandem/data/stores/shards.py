@@ -152,10 +152,8 @@ class ShardWriter:
         entries, bad = encoded.entries, encoded.bad
         assert (len(entries) + len(bad), _count_rows(entries)) == (len(self._items[shard]), len(rows)), (shard, encoded)
         columns = self.columns(rows, entries, sorted({*self._items[shard]} - {sample.index for sample in bad}))
-        for name, array in self.arrays(shard, columns) if self._with_npy else ():
-            content = io.BytesIO()  # .npy files come before the shard, whose existence means that all are complete
-            np.save(content, array, allow_pickle=False)
-            self.output.write(name, content.getvalue())
+        if self._with_npy:  # .npy files come before the shard, whose existence means that all are complete
+            self.output.write_many((name, _npy_bytes(array)) for name, array in self.arrays(shard, columns))
         self.output.write(self._file_name(shard), shard_bytes(columns, **self._metadata(entries, bad)))
 
     def _metadata(self, entries: Sequence[Any], bad: Sequence[BadSample]) -> dict[str, Any]:
@@ -352,6 +350,12 @@ def numbers_of(rows: Tensor) -> memoryview:
     """The bytes of the numbers of a tensor on the host, as a shard has them."""
     content: memoryview = rows.contiguous().flatten().view(torch.uint8).numpy().data
     return content
+
+
+def _npy_bytes(array: Array) -> bytes:
+    content = io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    return content.getvalue()
 
 
 def _hash_columns(columns: Mapping[str, Tensor]) -> str:
