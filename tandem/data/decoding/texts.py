@@ -22,14 +22,18 @@ class Texts(NamedTuple):
 
 
 def read_texts(ref: FileRef) -> Texts:
-    """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read.
+    """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read. If a .json in a
+    folder has no caption, those of the .txt beside it are taken.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if its content has neither form.
     """
     content = ref.read(_MAX_TEXTS_BYTES)
     try:
         if ref.name.lower().endswith(".json"):
-            return texts_of_object(parse_json(content))
+            texts, beside = texts_of_object(parse_json(content)), f"{os.path.splitext(ref.name)[0]}.txt"
+            if not texts.captions and ref.is_local_file and os.path.exists(beside):
+                return texts._replace(captions=read_texts(FileRef(beside)).captions)
+            return texts
         return Texts(clean_captions(text_lines(plain_text(content))), None)
     except ValueError as error:
         raise ValueError(f"its caption file {os.path.basename(ref.name)} cannot be read: {error}") from None
