@@ -20,7 +20,7 @@ import pyarrow
 import pytest
 import torch
 from filling import IMAGES, LATENTS, SIZE, autoencoder, index, saved
-from filling_fixtures import model, on_one_cpu, source  # noqa: F401
+from filling_fixtures import model, on_one_cpu, on_write, source  # noqa: F401
 from pyarrow import parquet
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,6 +29,7 @@ from torchvision.datasets import ImageFolder
 
 from tandem.data.stores.codes import output_names
 from tandem.data.stores.latents import open_labelled
+from tandem.io import writing
 from tandem.training.noise import Noise
 from tests.data.sources.tables import save_to_disk, table
 from tests.scripts import files, lines
@@ -153,6 +154,20 @@ def test_npy_files_are_one_per_image_and_label_as_fast_dit_lists_them(model, sou
         np.testing.assert_array_equal(
             np.concatenate([np.load(folder / "labels" / file) for file in of_one]), shards["labels"].numpy()
         )
+
+
+def test_all_npy_files_of_a_shard_are_on_the_disk_before_the_shard_is(model, source, tmp_path, monkeypatch, on_write):
+    synced, missing = set[Path](), dict[str, set[str]]()
+    monkeypatch.setattr(writing, "sync", synced.add)
+
+    def note_missing(path: Path) -> None:
+        if path.suffix == ".safetensors":
+            number = path.stem.removeprefix("latents-")
+            missing[number] = {str(file) for file in path.parent.rglob(f"{number}-*.npy") if file not in synced}
+
+    on_write(note_missing)
+    folder = SCRIPT.fill(model, source, tmp_path, "--format", "npy")
+    assert missing == {"00000": set(), "00001": set(), "00002": set()} and len(files(folder)) == 2 * 9 + 3 + 3
 
 
 def tar_of(source: Path, path: Path, labels: Mapping[str, str]) -> Path:

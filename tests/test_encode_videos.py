@@ -273,13 +273,13 @@ def test_without_pyav_folders_and_mp4s_are_refused_in_one_line(codes, model, sou
     assert json.loads((tmp_path / "videos" / "settings.json").read_text())["format"] == "png"
 
 
-def write_click(path: Path, seconds: float, click: float) -> None:
+def write_click(path: Path, seconds: float, click: float, rate: int = 8000, codec: str = "aac") -> None:
     """A film of noise with silence, but for a click at a time."""
-    rate, noise = 8000, np.random.default_rng(0)
+    noise = np.random.default_rng(0)
     heard = np.zeros((1, round(seconds * rate)), np.float32)
     heard[0, round(click * rate) : round(click * rate) + 200] = 0.9
     with av.open(str(path), "w") as container:
-        picture, track = container.add_stream("libx264", rate=25), container.add_stream("aac", rate=rate)
+        picture, track = container.add_stream("libx264", rate=25), container.add_stream(codec, rate=rate)
         picture.width, picture.height, picture.pix_fmt, track.layout = 32, 32, "yuv420p", "mono"
         for _ in range(round(25 * seconds)):
             pixels = noise.integers(0, 256, (32, 32, 3), np.uint8)
@@ -303,6 +303,30 @@ def clicks(path: Path) -> list[float]:
         )
     loudest = max(heard, key=lambda part: part[2].max(), default=None)
     return [] if loudest is None else [loudest[0] + loudest[2].argmax() / loudest[1] - first]
+
+
+def test_a_film_whose_sound_cannot_be_read_or_written_is_written_without_it(model, tmp_path, capsys):
+    films = tmp_path / "films"
+    films.mkdir()
+    write_click(films / "damaged.mp4", 2.0, 0.4)
+    write_click(films / "fast.mkv", 2.0, 0.4, 192000, "pcm_f32le")
+    write_click(films / "good.mp4", 2.0, 0.4)
+    with av.open(str(films / "damaged.mp4")) as container:
+        packets = [(packet.pos, packet.size) for packet in container.demux(audio=0) if packet.size]
+    content = bytearray((films / "damaged.mp4").read_bytes())
+    for position, size in packets[8:]:
+        content[position : position + size] = b"\xff" * size
+    (films / "damaged.mp4").write_bytes(content)
+    folder = TOKENIZE_VIDEOS.fill(model, films, tmp_path / "codes", "--fps", "10")
+    capsys.readouterr()
+    videos = decode(model, folder, tmp_path / "videos", "--sound_from", str(films))
+    damaged, fast = capsys.readouterr().err.splitlines()
+    assert f"cannot read the sound of {films / 'damaged.mp4'}: " in damaged and "192000 samples" in fast
+    assert {path.name: len(clicks(path)) for path in videos.glob("*.mp4")} == {
+        "damaged.mp4": 0, "fast.mp4": 0, "good.mp4": 1,
+    }  # fmt: skip
+    silent = decode(model, folder, tmp_path / "silent")
+    assert (videos / "damaged.mp4").read_bytes() == (silent / "damaged.mp4").read_bytes()
 
 
 def test_decoded_films_get_their_sound_again_at_its_time(model, source, tmp_path, capsys):

@@ -108,6 +108,38 @@ def test_on_bad_sample_error_stops_and_too_many_bad_files_do(script, model, sour
     assert not (tmp_path / "more" / "index.json").exists()
 
 
+def test_a_file_that_was_repaired_is_read_after_any_kill(script, whole, model, source, tmp_path, capsys):
+    """The old shard stays until the new one takes its place, and no index describes another than is there."""
+    files_of_script = broken_copy(source, tmp_path / "source", script.names[5])
+    script.fill(model, files_of_script, tmp_path / "run")
+    before = stamps(tmp_path / "run", f"{script.shards}-*")
+    script.fill(model, files_of_script, tmp_path / "run")
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert stamps(tmp_path / "run", f"{script.shards}-*") == before
+    shutil.copy2(source / script.names[5], files_of_script / script.names[5])
+    unfinished = 0
+    for folder in left_by_kills(tmp_path / "run", lambda: script.fill(model, files_of_script, tmp_path / "run")):
+        assert len(stamps(folder, f"{script.shards}-*.safetensors")) == 3
+        if (folder / "index.json").exists():
+            assert len(script.rows(folder)) + len(script.bad(folder)) == 9
+            checksums = [shard["sha256"] for shard in index(folder)["shards"]]
+            assert [checksum_in(folder / shard["file"]) for shard in index(folder)["shards"]] == checksums
+        else:
+            unfinished += 1
+            script.fill(model, files_of_script, folder)
+            assert files(folder) == files(whole)
+    assert files(folder) == files(whole) and unfinished
+
+
+def test_too_many_bad_files_that_were_repaired_end_no_further_start(script, whole, model, source, tmp_path, capsys):
+    broken = broken_copy(source, tmp_path / "source", script.names[1], script.names[6])
+    assert "2 of 9" in script.refused(capsys, *script.flags(model, broken, tmp_path / "output"))
+    assert "2 of 9" in script.refused(capsys, *script.flags(model, broken, tmp_path / "output"))
+    for name in script.names:
+        shutil.copy2(source / name, broken / name)
+    assert files(script.fill(model, broken, tmp_path / "output", "--on_bad_sample", "error")) == files(whole)
+
+
 # Going on.
 
 
@@ -294,9 +326,15 @@ def narrowed(folder: Path, name: str) -> None:
     kept = {name: torch.from_numpy(columns[name][:, :2].copy()), "labels": torch.from_numpy(columns["labels"])}
     first, *rest = index(folder)["shards"]
     (folder / first["file"]).write_bytes(shard_bytes(kept))
-    with safe_open(folder / first["file"], "np") as file:
-        sha256 = json.loads(file.metadata()["about"])["sha256"]
+    sha256 = checksum_in(folder / first["file"])
     change_index(folder, shards=[{**first, "sha256": sha256}, *rest], grid=[2, 4, 4], with_flip=False)
+
+
+def checksum_in(shard: Path) -> str:
+    """The checksum in the metadata of a shard."""
+    with safe_open(shard, "np") as file:
+        sha256: str = json.loads(file.metadata()["about"])["sha256"]
+    return sha256
 
 
 def in_shapes(folder: Path, name: str) -> None:

@@ -24,7 +24,8 @@ from tandem.data.stores.shards import Encode, ShardWriter
 from tandem.devices import to_device
 from tandem.distributed import ProcessGroup
 from tandem.io.installed import missing_package
-from tandem.io.reading import counted
+from tandem.io.reading import counted, error_text
+from tandem.io.writing import say
 from tandem.models.autoencoders.video_tokenizer import VideoTokenizer
 from tandem.models.building import require_room
 from tandem.models.layers.video.blocks import check_side
@@ -32,7 +33,7 @@ from tandem.models.layers.video.causal import StreamState
 from tandem.models.layers.video.tiles import apply_in_tiles
 from tandem.sides import Sides, height_and_width
 from tandem.training.noise import Noise
-from tandem.training.visuals.videos import can_write_mp4, to_gif, write_mp4
+from tandem.training.visuals.videos import can_write_mp4, check_sound, to_gif, write_mp4
 
 from .base import latent_settings, run_model
 
@@ -152,9 +153,25 @@ class VideoCoder:
         if args.format == "gif":
             file.write(to_gif(frames, fps))
             return
-        with open_sound_track(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
+        path = Path(args.sound_from, name) if args.sound_from else None
+        with open_sound_track(path) if path and _can_write_sound(path) else contextlib.nullcontext() as sound:
             write_mp4(file, frames, fps, sound)
 
     def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
         options: Any = {"write": self._write_film, "num_threads": self._threads}
         decode_videos(codes, shard, paths, self._open_decoding, **options)
+
+
+def _can_write_sound(path: Path) -> bool:
+    """Whether the whole sound of a film, if it has any, can be read and written; else a line says why not. Raises
+    ValueError, in one line, if the file cannot be opened."""
+    try:
+        with open_sound_track(path) as sound:
+            if sound:
+                check_sound(sound)
+    except OSError as error:
+        raise ValueError(f"cannot read the sound of {path}: {error_text(error)}") from None
+    except ValueError as error:
+        say(f"cannot read the sound of {path}: {error_text(error)}; the film is written without it")
+        return False
+    return True

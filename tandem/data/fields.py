@@ -4,6 +4,7 @@ records. A field states what it reads by a `FieldSpec`, so that every field work
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -293,6 +294,8 @@ def read_sound_texts(content: Any) -> Texts:
     texts = texts if isinstance(texts, Texts) else texts_of_row(texts or {})
     if not texts.captions:
         hint = ": there is neither a .txt nor a .json beside it" if content is None else ""
+        if isinstance(content, FileRef):
+            hint = f": {os.path.basename(content.name)} has none"
         raise ValueError(f"it has no caption{hint}")
     return texts
 

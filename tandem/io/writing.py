@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import os
 import re
@@ -36,6 +37,7 @@ WRITER = "checkpoint"
 LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a crashed machine for 90 s by default
 _WRITE_SECONDS = 1.0  # after which `say` gives up: a stopped terminal accepts nothing
+_LONGEST_NAME = 255  # bytes of the name of a file
 _LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
 
 
@@ -57,7 +59,7 @@ def replacing(
             process, is deleted.
         mode: The permissions of the file; None: those from the body.
     """
-    temporary = path.with_name(name or f".{path.name}.tmp")
+    temporary = path.with_name(name or _temporary_name(path.name))
     temporary.unlink(missing_ok=True)  # the leftover of a killed process, or a link
     try:
         yield temporary
@@ -70,6 +72,13 @@ def replacing(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary_name(name: str) -> str:
+    temporary = f".{name}.tmp"
+    if len(os.fsencode(temporary)) > _LONGEST_NAME:
+        temporary = f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.tmp"
+    return temporary
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:

@@ -168,3 +168,14 @@ def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
     assert len(begins) > 6 and films.load(0)["videos"][0, 0, 0, 0] == pytest.approx(48, abs=2), (
         "validation sees the middle"
     )
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_an_orientation_that_does_not_exist_is_none_also_where_the_part_is_not_square(orientation, tmp_path):
+    path, exif = places(tmp_path / "a.png", 90, 40), Image.Exif()
+    exif[0x0112] = orientation
+    with Image.open(path) as image:
+        image.save(tmp_path / "plain.jpg")
+        image.save(tmp_path / "stated.jpg", exif=exif)
+    plain, stated = (decode_image(FileRef(str(tmp_path / name)), (40, 64), 3) for name in ("plain.jpg", "stated.jpg"))
+    assert torch.equal(stated, plain)

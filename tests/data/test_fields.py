@@ -76,6 +76,16 @@ def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_ano
     assert read("text,label", "one,bell") == (["one"], "bell")
 
 
+def test_a_json_without_caption_leaves_the_captions_to_the_txt_beside_it(tmp_path):
+    ref = FileRef(str(tmp_path / "a.json"))
+    (tmp_path / "a.json").write_text('{"title": "x", "duration": 1.0, "caption": " ", "label": "bell"}')
+    assert one_line(read_sound_texts, ref) == "it has no caption: a.json has none"
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    assert read_sound_texts(ref) == (["one", "two"], "bell")
+    (tmp_path / "a.json").write_text('{"caption": "three"}')
+    assert read_sound_texts(ref) == (["three"], None)
+
+
 @pytest.mark.parametrize("content", ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}'])
 def test_a_file_without_a_caption_is_bad(content, tmp_path):
     (tmp_path / "a.json").write_text(content)

@@ -68,3 +68,13 @@ def test_captions_that_only_look_alike_are_captions(tmp_path: Path) -> None:
     for caption in ("version 2 of a poster", "Rar! says the bird", "BZhang in a park", "<head> of a horse", "a\0b"):
         (tmp_path / "a.txt").write_text(caption)
         assert read_single_text(FileRef(str(tmp_path / "a.txt"))) == caption
+
+
+@pytest.mark.parametrize("begin", ["", "a", "ab", "abc"])
+def test_a_text_longer_than_what_is_read_ends_with_a_whole_letter(begin, tmp_path):
+    ref = FileRef(str(tmp_path / "a.txt"))
+    for read, limit in ((read_single_text, 1 << 16), (lambda ref: read_texts(ref).captions[0], 1 << 20)):
+        (tmp_path / "a.txt").write_text(begin + limit * "🔔", encoding="utf-8")
+        assert read(ref) == begin + (limit - len(begin)) // 4 * "🔔"
+        (tmp_path / "a.txt").write_bytes(b"a\xf0" + limit * b"b")
+        assert "no UTF-8" in one_line(read, ref)

@@ -62,6 +62,17 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["x" * 250, "x" * 251, "x" * 255, "é" * 127])
+def test_a_file_may_have_the_longest_name(name, tmp_path):
+    for content in (b"old", b"new"):
+        write_atomically(tmp_path / name, content)
+        assert (tmp_path / name).read_bytes() == content and os.listdir(tmp_path) == [name]
+    with replacing(tmp_path / f"{name[:-1]}y") as other, replacing(tmp_path / name) as temporary:
+        assert other != temporary
+        other.touch()
+        temporary.touch()
+
+
 @pytest.mark.parametrize("opened", [acquire_lock, open_appending])
 def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, tmp_path, treasure):
     (tmp_path / "link").symlink_to(treasure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -190,6 +191,20 @@ def test_a_killed_job_goes_on_on_another_number_of_processes(job, inputs, of_one
     assert f"of {N_SHARDS - len(done)} shards" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in done} == before
     assert files(output) == files(of_one_process / "output")
+
+
+@pytest.mark.parametrize("job", [LATENT_SHAPES, EMBED], indirect=True, ids=str)
+def test_two_processes_read_repaired_files_as_a_first_start_does(job, inputs, of_one_process, tmp_path):
+    shutil.copytree(inputs, tmp_path / "inputs")
+    output = shutil.copytree(of_one_process / "output", tmp_path / "two")
+    job.write_item(tmp_path / "inputs" / "source" / f"040.{job.ending}", 40)
+    (tmp_path / "inputs" / "source" / f"007.{job.ending}").write_bytes(b"lost since then")  # its rows are stored
+    command = job.command(tmp_path / "inputs", output, "--num_workers", "1")
+    finished = fork(job.module, command, tmp_path / "log", 2)[0]
+    assert finished.returncode == 0 and "of 1 shard" in finished.output, finished.output
+    job.write_item(tmp_path / "inputs" / "source" / f"007.{job.ending}", 7)
+    job.script.main(job.command(tmp_path / "inputs", tmp_path / "one", "--num_workers", "0"))
+    assert files(output) == files(tmp_path / "one")
 
 
 def test_a_job_of_which_one_process_is_told_to_end_exits_with_75_between_two_shards(job, inputs, tmp_path):

@@ -38,7 +38,7 @@ FORMATS = {
     "PPM": (".ppm", ".pgm", ".pbm"),
 }
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
-_EXIF_ORIENTATION, _LAST_UPRIGHT = 0x0112, 4  # with a larger orientation, height and width change places
+_EXIF_ORIENTATION, _ON_ITS_SIDE = 0x0112, range(5, 9)  # with these orientations, height and width change places
 MAX_ASPECT_RATIO = 4  # the largest ratio of sides with --keep_aspect; it limits the memory
 PILLOW_BILINEAR = "ours"  # resizing as in training: Pillow's antialiased bilinear filter
 _BUFFER_BYTES = 1 << 16  # Pillow reads a JPEG in pieces of this size
@@ -245,7 +245,7 @@ def decode_picture(
             picture = to_srgb(to_resizable_mode(image), image.info.get("icc_profile"))
             picture = _convert_channels(turn_upright(picture, image), channels)
             return _to_tensor(_crop_center(RESIZES[resize](picture, width, height), width, height))
-        is_turned = width != height and _orientation_before_decoding(image) > _LAST_UPRIGHT
+        is_turned = width != height and _orientation_before_decoding(image) in _ON_ITS_SIDE
         size = (height, width) if is_turned else (width, height)
         left, top, box_width, box_height = _set_draft(image, *size, choose_box)
         box = (left, top, left + box_width, top + box_height)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -22,14 +23,18 @@ class Texts(NamedTuple):
 
 
 def read_texts(ref: FileRef) -> Texts:
-    """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read.
+    """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read. If a .json in a
+    folder has no caption, those of the .txt beside it are taken.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if its content has neither form.
     """
-    content = ref.read(_MAX_TEXTS_BYTES)
+    content = _read_letters(ref, _MAX_TEXTS_BYTES)
     try:
         if ref.name.lower().endswith(".json"):
-            return texts_of_object(parse_json(content))
+            texts, beside = texts_of_object(parse_json(content)), f"{os.path.splitext(ref.name)[0]}.txt"
+            if not texts.captions and ref.is_local_file and os.path.exists(beside):
+                return texts._replace(captions=read_texts(FileRef(beside)).captions)
+            return texts
         return Texts(clean_captions(text_lines(plain_text(content))), None)
     except ValueError as error:
         raise ValueError(f"its caption file {os.path.basename(ref.name)} cannot be read: {error}") from None
@@ -39,9 +44,15 @@ def read_single_text(ref: FileRef) -> str:
     """The whole content of a file as one text, see `normalize_text`; at most 64 KiB are read. Raises what `read_texts`
     raises."""
     try:
-        return normalize_text(plain_text(ref.read(_MAX_SINGLE_TEXT_BYTES)))
+        return normalize_text(plain_text(_read_letters(ref, _MAX_SINGLE_TEXT_BYTES)))
     except ValueError as error:
         raise ValueError(f"its file {os.path.basename(ref.name)} cannot be read: {error}") from None
+
+
+def _read_letters(ref: FileRef, limit: int) -> bytes:
+    """At most the first `limit` bytes of a file, without those of a letter that ends after them."""
+    content = ref.read(limit)
+    return content[: codecs.utf_8_decode(content, "replace", False)[1]] if len(content) == limit else content
 
 
 def normalize_text(text: str) -> str:

@@ -195,13 +195,9 @@ def open_video(ref: FileRef) -> Iterator[Video]:
 
 @contextlib.contextmanager
 def open_sound_track(path: Path) -> Iterator[SoundTrack | None]:
-    """The first sound track of a video file; None if it has none. Raises ValueError, in one line, if the file cannot be
-    read."""
-    try:
-        with open_video(FileRef(str(path))) as video:
-            yield video.sound_track()
-    except OSError as error:
-        raise ValueError(f"cannot read the sound of {path}: {error_text(error)}") from None
+    """The first sound track of a video file; None if it has none. Raises what `open_video` raises."""
+    with open_video(FileRef(str(path))) as video:
+        yield video.sound_track()
 
 
 class SoundTrack(NamedTuple):

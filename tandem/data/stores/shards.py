@@ -89,8 +89,9 @@ class ShardWriter:
         return len(self._items)
 
     def fill(self, compute: Encode, count_key: str, verb: str, *, stop_at_bad: bool = False) -> tuple[int, int, float]:
-        """Compute and write all shards that are missing or damaged, then the index. Returns the number of items of this
-        run and that of the unreadable items of all runs, over all processes; and the time in seconds. Collective.
+        """Compute and write all shards that are missing or damaged, or whose unreadable items can be read by now, then
+        the index. Returns the number of items of this run and that of the unreadable items of all runs, over all
+        processes; and the time in seconds. Collective.
 
         `compute` gets the items of each shard of this process; `count_key` is the key of the number of readable items
         in index.json; `verb` is the participle for messages, such as "encoded". Raises UserMistake, in one line, if the
@@ -105,11 +106,17 @@ class ShardWriter:
                     processes.heartbeat("checking the shards", is_uninterrupted=True)
                     with contextlib.suppress(*_READ_ERRORS):
                         bad_by_shard[k] = self._check_shard(k)
-        missing = processes.broadcast_object([k for k in range(len(self)) if k not in bad_by_shard])
+        log = BadSampleLog(len(self._names))
+        still_bad = self._try_again(compute, [sample.index for sample in itertools.chain(*bad_by_shard.values())])
+        unchanged = {*still_bad}
+        is_done = {k for k, samples in bad_by_shard.items() if unchanged.issuperset(samples)}
+        missing = processes.broadcast_object([k for k in range(len(self)) if k not in is_done])
         if not missing:
             self.output.say(f"all shards ({len(self)}) were {verb} before, nothing is left to do: {self.output.path}")
-        log = BadSampleLog(len(self._names))
-        self._report_bad(log, itertools.chain(*bad_by_shard.values()), stop_at_bad)
+        self._report_bad(log, still_bad, stop_at_bad)
+        with processes.raise_on_all_ranks():
+            if missing and processes.rank == 0:  # it may describe shards that are about to be replaced
+                (self.output.path / INDEX_FILE).unlink(missing_ok=True)
         results = compute([self._items[k] for k in missing[processes.rank :: processes.world_size]])
         for shard in self.output.rounds(missing, verb):
             bad: list[BadSample] = []
@@ -145,10 +152,8 @@ class ShardWriter:
         entries, bad = encoded.entries, encoded.bad
         assert (len(entries) + len(bad), _count_rows(entries)) == (len(self._items[shard]), len(rows)), (shard, encoded)
         columns = self.columns(rows, entries, sorted({*self._items[shard]} - {sample.index for sample in bad}))
-        for name, array in self.arrays(shard, columns) if self._with_npy else ():
-            content = io.BytesIO()  # .npy files come before the shard, whose existence means that all are complete
-            np.save(content, array, allow_pickle=False)
-            self.output.write(name, content.getvalue())
+        if self._with_npy:  # .npy files come before the shard, whose existence means that all are complete
+            self.output.write_many((name, _npy_bytes(array)) for name, array in self.arrays(shard, columns))
         self.output.write(self._file_name(shard), shard_bytes(columns, **self._metadata(entries, bad)))
 
     def _metadata(self, entries: Sequence[Any], bad: Sequence[BadSample]) -> dict[str, Any]:
@@ -159,6 +164,23 @@ class ShardWriter:
     def _read_metadata(self, shard: int) -> Any:
         with safe_open(check_regular(self.output.path / self._file_name(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
+
+    def _try_again(self, compute: Encode, indices: Sequence[int]) -> list[BadSample]:
+        """Those of the items with these indices, given by rank 0, that still cannot be read, in order, each with the
+        reason of now. Collective."""
+        processes, bad = self.output.processes, list[BadSample]()
+        indices = processes.broadcast_object(sorted(indices))[processes.rank :: processes.world_size]
+        with processes.raise_on_all_ranks():
+            for encoded in compute([range(index, index + 1) for index in indices]) if indices else ():
+                processes.heartbeat("trying what could not be read")
+                bad += self._finish(encoded)
+        reasons = processes.gather_objects([[sample.index, sample.reason] for sample in bad])
+        return [BadSample(index, self._names[index], reason) for index, reason in sorted(itertools.chain(*reasons))]
+
+    def _finish(self, encoded: Any) -> list[BadSample]:
+        """The items of an encoded shard, which is not written, that could not be read."""
+        bad: list[BadSample] = encoded.bad
+        return bad
 
     def _check_shard(self, shard: int) -> list[BadSample]:
         """The items of a shard that could not be read, by relative path. Raises one of `_READ_ERRORS` if there is no
@@ -328,6 +350,12 @@ def numbers_of(rows: Tensor) -> memoryview:
     """The bytes of the numbers of a tensor on the host, as a shard has them."""
     content: memoryview = rows.contiguous().flatten().view(torch.uint8).numpy().data
     return content
+
+
+def _npy_bytes(array: Array) -> bytes:
+    content = io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    return content.getvalue()
 
 
 def _hash_columns(columns: Mapping[str, Tensor]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import os
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -129,9 +130,29 @@ def write_mp4(
                 stream.height, stream.width = frame.shape[:2]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             while time < (number + 1) / rate:
-                audio.pts, audio.time_base = round(time * samples_per_second), Fraction(1, samples_per_second)
-                container.mux(track.encode(audio))
+                container.mux(_encode_sound(track, time, audio, samples_per_second))
                 time, audio = next(timed_frames, end)
         container.mux(stream.encode())
         if track:
             container.mux(track.encode())
+
+
+def check_sound(sound: tuple[int, Iterable[tuple[float, Any]]]) -> None:
+    """Read and encode a sound, as `write_mp4` does, and keep nothing. Raises FFmpeg's errors, and ValueError, in one
+    line, if AAC cannot have its rate."""
+    import av
+
+    rate, frames = sound
+    if rate not in (av.codec.Codec("aac", "w").audio_rates or [rate]):
+        raise ValueError(f"AAC cannot have {rate} samples per second")
+    with av.open(os.devnull, "w", format="adts") as container:
+        track: Any = container.add_stream("aac", rate=rate)
+        for time, audio in frames:
+            if time >= 0:
+                _encode_sound(track, time, audio, rate)
+
+
+def _encode_sound(track: Any, time: float, audio: Any, rate: int) -> Any:
+    """The packets for a frame of sound that begins at this time, in seconds."""
+    audio.pts, audio.time_base = round(time * rate), Fraction(1, rate)
+    return track.encode(audio)
