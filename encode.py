@@ -26,14 +26,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
 from tandem.config.converters import (
     FOLDER,
     PATH,
@@ -55,24 +52,17 @@ from tandem.weights.load import default_weights_path, open_model, resolve
 from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
-    from torch import Tensor
-
-    from tandem.data.fields import SampleDataset
-    from tandem.data.stores.codes import StoredCodes
-    from tandem.data.stores.shards import Encode, ShardWriter
+    from tandem.coders.images import ImageCoder
+    from tandem.coders.videos import VideoCoder
     from tandem.distributed import ProcessGroup
-    from tandem.models import VideoTokenizer
 
-DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
 DECODED = {"images": ("png", "npy"), "videos": ("mp4", "gif", "png")}
-PNG_CHANNELS = (1, 3, 4)
 NORMALIZATIONS = ("none", "scale", "channels")
 # Requirements of flags.
 _ENCODING_ONLY = without("decode")
 _IMAGES_ONLY, _VIDEOS_ONLY = given("image_folder", "PATH"), given("video_folder", "PATH")
-_LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "normalize", "seed")  # flags for models without codes
 
 
 @dataclass
@@ -217,284 +207,15 @@ def build_parser() -> ArgumentParser:
     )  # fmt: skip
 
 
-def run_model(
-    processes: ProcessGroup, precision: str, activity: str, method: Callable[..., Tensor], values: Tensor, *state: Any
-) -> Tensor:
-    """The output of a method of the model for valid inputs, whose range is not checked, in the precision of the run."""
-    from tandem.devices import to_device
-    from tandem.models.layers.convolutional import without_range_checks
-
-    processes.heartbeat(activity)
-    with distributed.autocast(precision, processes.device), without_range_checks():
-        return method(to_device(values, processes.device), *state)
-
-
-def latent_settings(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that latents depend on, without those of `ImageCoder.open`."""
-    settings = {name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}
-    if args.normalize == "channels":
-        settings |= {"latents_mean": model.latents_mean, "latents_std": model.latents_std}
-    return settings
-
-
-class ImageCoder:
-    """Images in batches, through a DiscreteVAE or a VQGAN, to codes or to latents.
-
-    All batches are padded to one size, because at a fixed size neither the position of an image in its batch nor the
-    other images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents
-    may differ slightly, so that occasionally another code is the nearest.
-
-    `settings` are those that the files depend on; `stored` and `writer` read and write a folder of codes or latents;
-    for `ending` and `frames_per_code` see `decoded_files`.
-    """
-
-    kind, frames_per_code = "images", None
-
-    def __init__(self, model: Any, args: argparse.Namespace, processes: ProcessGroup) -> None:
-        from tandem.data.stores.codes import StoredCodes
-        from tandem.data.stores.latents import LatentWriter, StoredLatents
-        from tandem.data.stores.shards import ShardWriter
-        from tandem.training.noise import Noise
-
-        self._model, self._args, self._processes = model, args, processes
-        if args.decode and model.channels not in PNG_CHANNELS:
-            if "format" in args.explicit and args.format == "png":
-                raise ValueError(f"--format png: no PNG has {model.channels} channels; give --format npy")
-            args.format = "npy"
-        self.ending = f".{args.format}"
-        self.settings: dict[str, Any] = {"batch_size": args.batch_size}
-        self.stored: type[StoredCodes] = StoredCodes
-        self.writer: Callable[..., ShardWriter] = ShardWriter
-        if not model.num_codes:
-            self.settings |= latent_settings(model, args)
-            self.stored, self.writer = StoredLatents, functools.partial(LatentWriter, Noise(args.seed, "latents"))
-
-    def _encode(self, images: Tensor) -> Tensor:
-        import torch
-
-        from tandem.data.feed import to_unit_range
-        from tandem.devices import to_device
-
-        model, processes = self._model, self._processes
-        values = to_unit_range(to_device(images, processes.device))
-        if model.num_codes:
-            return run_model(processes, self._args.precision, "encoding", model.encode, values)
-        views = [values, values.flip(-1)][: 1 + self._args.with_flip]
-        return torch.stack(
-            [run_model(processes, self._args.precision, "encoding", model.posterior, view) for view in views], 1
-        )
-
-    def open(self, sides: Sides) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
-        """For samples of these sides: an empty tensor (0, ...) with the dtype and the shape of the rows that the writer
-        gets; the settings "grid" and "dtype", the shape and the dtype of a row in a file; the samples; and the function
-        that encodes the samples of each shard. Raises ValueError, in one line, if the model does not take them.
-
-        The writer gets codes [h', w'], or moments [views, 2 x channels, h', w'], where a mirrored image is a second
-        view."""
-        import torch
-
-        from tandem.data.stores.codes import code_dtype
-        from tandem.data.stores.encoding import encode_batches
-        from tandem.data.stores.latents import DTYPES, open_labelled
-        from tandem.models.building import require_room
-
-        model, args, batch_size = self._model, self._args, self._args.batch_size
-        shape, text = (model.channels, *height_and_width(sides)), sides_text(sides)
-        if shape[1:] != height_and_width(model.image_size) and type(model).__name__ == "DiscreteVAE":
-            expected = sides_text(model.image_size)
-            raise ValueError(f"--image_size {text}: this model takes {expected} alone; leave it out")
-        require_room(f"a batch of {batch_size} images of {text} pixels", batch_size, *shape)
-        try:
-            grid = list(self._encode(torch.zeros(1, *shape, dtype=torch.uint8)).shape[1:])
-        except ValueError as error:
-            raise ValueError(f"--image_size {text} does not fit the model: {error}") from None
-        needs_label = not model.num_codes  # latents are for diffusion transformers, which take a class
-        images = open_labelled(args.image_folder, is_needed=needs_label, image_size=sides, channels=model.channels)
-        load = functools.partial(load_image, images)
-        options = {"batch_size": batch_size, "samples_per_request": batch_size, "num_workers": args.num_workers}
-        options["waiting"] = self._processes.waiting_for_workers
-        dtype = str(code_dtype(model.num_codes)) if model.num_codes else "float32"
-        empty, row_settings = torch.zeros(0, *grid, dtype=getattr(torch, dtype)), {"grid": grid, "dtype": dtype}
-        if not model.num_codes:
-            _, moment_channels, *places = grid
-            channels = moment_channels if args.latent == "moments" else moment_channels // 2
-            row_settings = {"grid": [channels, *places], "dtype": DTYPES[args.latent_dtype]}
-        compute = functools.partial(encode_batches, load, images.describe, encode=self._encode, **options)
-        return empty, row_settings, images, compute
-
-    def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
-        """Decode a shard, and write its files."""
-        from tandem.data.stores.codes import decode_images
-
-        decode = functools.partial(run_model, self._processes, self._args.precision, "decoding", self._model.decode)
-        threads = max(1, self._args.num_workers)
-        decode_images(codes, shard, paths, decode=decode, batch_size=self._args.batch_size, num_threads=threads)
-
-
-def load_image(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """An image as a batch of one, and its index entry."""
-    sample = images.load(index)
-    return sample.pop("images")[None], sample
-
-
-class VideoCoder:
-    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer; with the attributes and
-    methods of `ImageCoder`."""
-
-    kind = "videos"
-
-    def __init__(self, model: VideoTokenizer, args: argparse.Namespace, processes: ProcessGroup) -> None:
-        from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes
-        from tandem.data.stores.films import FilmWriter
-        from tandem.data.stores.latents import FilmLatentWriter, StoredLatents
-        from tandem.io.installed import missing_package
-        from tandem.training.noise import Noise
-        from tandem.training.visuals.videos import can_write_mp4
-
-        if model.channels != 3:
-            raise ValueError(f"{args.model} has {model.channels} channels, and films have 3")
-        if args.format == "mp4" and not can_write_mp4():
-            raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
-        self._model, self._args, self._processes = model, args, processes
-        self._threads = max(1, args.num_workers)
-        self.stored: type[StoredCodes] = StoredCodes
-        self.writer: Callable[..., ShardWriter] = FilmWriter
-        self.ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
-        self.frames_per_code = model.frames_per_code
-        self._rates = {"fps": args.fps, "frame_stride": args.frame_stride}
-        self.settings = {**self._rates, "frames_per_code": model.frames_per_code}
-        if args.keep_aspect:
-            self.settings["keep_aspect"] = True
-        if args.tile is not None:
-            self._check_tile()
-            self.settings |= {"tile": args.tile, "tile_overlap": args.tile_overlap}
-        if not model.num_codes:
-            self.settings |= latent_settings(model, args)
-            self.stored = StoredLatents
-            self.writer = functools.partial(FilmLatentWriter, Noise(args.seed, "latents of films"))
-
-    def _check_tile(self) -> None:
-        """Set the default of --tile_overlap. Raises ValueError, in one line, if tiles do not fit the model."""
-        from tandem.models.layers.video.blocks import check_side
-
-        args, pixels = self._args, self._model.pixels_per_code
-        check_side("--tile", args.tile, pixels)
-        if args.tile_overlap is None:
-            args.tile_overlap = max(args.tile // 4 // pixels, min(args.tile // pixels - 1, 1)) * pixels
-        if args.tile_overlap % pixels or args.tile_overlap >= args.tile:
-            raise ValueError(
-                f"--tile_overlap {args.tile_overlap}: give a multiple of {pixels} below --tile {args.tile}"
-            )
-        if self._model.num_codes and not args.decode:
-            raise ValueError(
-                "--tile: the codes of neighbouring tiles cannot be blended; leave it out, or give it for --decode"
-            )
-
-    def _stream(self, step: Any, pixels: int, scale: Fraction) -> Callable[[Tensor], Tensor]:
-        """A new stream: a function from the next inputs to their outputs, in tiles with --tile.
-
-        Args:
-            step: The method of the model that does so for an input and a state.
-            pixels: Of the film, for which a place of the input stands: 1 for frames.
-            scale: Sides of the output / sides of the input.
-        """
-        from tandem.models.layers.video.causal import StreamState
-        from tandem.models.layers.video.tiles import apply_in_tiles
-
-        if self._args.tile is None:
-            return functools.partial(step, state=StreamState())
-        side, overlap = self._args.tile // pixels, self._args.tile_overlap // pixels
-        return functools.partial(apply_in_tiles, step, states={}, side=side, overlap=overlap, scale=scale)
-
-    def _open_encoding(self) -> Callable[[Tensor], Tensor]:
-        model = self._model
-        step = model.encode_next if model.num_codes else model.posterior_next
-        return functools.partial(self._encode_next, self._stream(step, 1, Fraction(1, model.pixels_per_code)))
-
-    def _open_decoding(self) -> Callable[[Tensor], Tensor]:
-        pixels = self._model.pixels_per_code
-        return functools.partial(self._decode_next, self._stream(self._model.decode_next, pixels, Fraction(pixels)))
-
-    def _encode_next(self, stream: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
-        from tandem.data.feed import to_unit_range
-        from tandem.devices import to_device
-
-        pixels = to_unit_range(to_device(frames, self._processes.device))[None]
-        (encoded,) = run_model(self._processes, self._args.precision, "encoding", stream, pixels)
-        return encoded if self._model.num_codes else encoded.transpose(0, 1)
-
-    def _decode_next(self, stream: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
-        from tandem.models.building import require_room
-
-        model = self._model
-        height, width = (side * model.pixels_per_code for side in codes.shape[-2:])
-        frames = len(codes) * model.frames_per_code
-        require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
-        values = (codes if model.num_codes else codes.transpose(0, 1))[None]
-        videos = run_model(self._processes, self._args.precision, "decoding", stream, values)
-        return videos[0].transpose(0, 1)
-
-    def open(self, sides: Sides) -> tuple[Tensor, dict[str, Any], SampleDataset, Encode]:
-        """See `ImageCoder.open`. A row, also for the writer, is [h', w'] of codes or [channels, h', w'] of latents; if
-        videos keep their shape, [] or [channels]."""
-        import torch
-
-        from tandem.data.decoding.images import MAX_ASPECT_RATIO
-        from tandem.data.sets import open_videos
-        from tandem.data.stores.codes import code_dtype
-        from tandem.data.stores.encoding import PIECE_FRAMES, encode_streams
-        from tandem.data.stores.latents import DTYPES
-        from tandem.models.building import require_room
-        from tandem.models.layers.video.blocks import check_side
-
-        model, args = self._model, self._args
-        height, width = height_and_width(sides)
-        for side in (height, width):
-            check_side("--image_size", side, model.pixels_per_code)
-        longest = MAX_ASPECT_RATIO * min(height, width) if args.keep_aspect else width
-        require_room(f"a piece of a video of {longest} x {height} pixels", PIECE_FRAMES, 3, height, longest)
-        # num_frames is the length of the films of demo:moving; `read_frames` reads whole videos.
-        videos = open_videos(args.video_folder, image_size=sides, num_frames=DEMO_FRAMES, **self._rates)
-        clips: Any = videos.fields[0]
-        multiple = model.pixels_per_code if args.keep_aspect else None
-
-        def read_frames(index: int) -> Any:
-            return clips.frames(videos.source.record(index), multiple)
-
-        options: dict[str, Any] = {"frames_per_code": model.frames_per_code}
-        options |= {"num_threads": self._threads, "keep_aspect": args.keep_aspect}
-        options["open_stream"] = self._open_encoding
-        channels, _, *places = model.latent_shape(1, height, width)
-        grid, dtype = [] if args.keep_aspect else places, str(code_dtype(model.num_codes))
-        if not model.num_codes:
-            grid, dtype = [2 * channels if args.latent == "moments" else channels, *grid], DTYPES[args.latent_dtype]
-        empty = torch.zeros(0, *grid, dtype=getattr(torch, dtype))
-        compute = functools.partial(encode_streams, read_frames, videos.describe, **options)
-        return empty, {"grid": grid, "dtype": dtype}, videos, compute
-
-    def _write_film(self, file: Any, frames: Any, fps: float, name: str) -> None:
-        from tandem.data.decoding.videos import open_sound_track
-        from tandem.training.visuals.videos import to_gif, write_mp4
-
-        args = self._args
-        if args.format == "gif":
-            file.write(to_gif(frames, fps))
-            return
-        with open_sound_track(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
-            write_mp4(file, frames, fps, sound)
-
-    def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
-        from tandem.data.stores.codes import decode_videos
-
-        options: Any = {"write": self._write_film, "num_threads": self._threads}
-        decode_videos(codes, shard, paths, self._open_decoding, **options)
-
-
 def open_coder(
     args: argparse.Namespace, processes: ProcessGroup
 ) -> tuple[Any, ImageCoder | VideoCoder, dict[str, Any]]:
     """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
     ValueError, in one line, if there is no such model or it does not take data of the kind of the flags."""
+    from tandem.coders.base import LATENT_FLAGS
+    from tandem.coders.images import ImageCoder
+    from tandem.coders.videos import VideoCoder
+
     model, model_settings, _, assumed = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     if assumed:
         processes.say(assumed)
@@ -505,7 +226,7 @@ def open_coder(
     validate_kinds(args, kind)
     if kind == "images" and args.tile is not None:
         raise ValueError(f"--tile is for videos, and {args.model} holds a {name}; leave it out")
-    output, unused = ("codes", _LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
+    output, unused = ("codes", LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
     if idle_flags := [name for name in unused if name in args.on_command_line]:
         raise ValueError(f"--{idle_flags[0]} has no effect: the model in {args.model} makes {output}; leave it out")
     if args.normalize != "none" and not model.num_codes:

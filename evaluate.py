@@ -15,21 +15,15 @@ and sums are exact. docs/evaluation.md defines all values, and those of papers.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import itertools
-import json
 import os
-import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
 from tandem.config.converters import FILE, FOLDER, NAME, PATH, picture_sides, positive_float, size, templates
 from tandem.config.fields import Requirement, flag, given, without
 from tandem.config.parser import ArgumentParser
@@ -43,19 +37,10 @@ from tandem.weights.load import default_weights_path, resolve
 from tandem.weights.origin import find_run, read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
-    from torch import Tensor
-
     from tandem.data.fields import SampleDataset
     from tandem.distributed import ProcessGroup
-    from tandem.embedding import Embedder
-    from tandem.training.metrics.fid import Gaussian
-    from tandem.training.metrics.latents import LatentMeasures
 
 PICTURE_SAMPLES = 6  # samples in the picture
-ROUND_SECONDS = 1.0  # between exchanges of errors and signals
-PROGRESS_SECONDS = 10.0  # between lines of progress
-# Images or videos in [0, 1], or the clips of sounds; and the notes of `load` or `load_clips`.
-Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]
 # Headings of the table, by the names in the JSON file.
 HEADINGS = {
     "rfid": "rFID", "ifid": "iFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM",
@@ -152,55 +137,6 @@ def build_parser() -> ArgumentParser:
     )  # fmt: skip
 
 
-def reconstruct(model: Any, samples: Tensor, processes: ProcessGroup, precision: str) -> tuple[Tensor, Tensor]:
-    """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes or latents."""
-    from tandem.models.layers.convolutional import without_range_checks
-
-    processes.heartbeat("reconstructing")
-    with distributed.autocast(precision, processes.device), without_range_checks():
-        codes = model.encode(samples)
-        return model.decode(codes), codes
-
-
-def encoder_of(model: Any, args: argparse.Namespace, processes: ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Images in [0, 1] -> latents, in the precision of the run."""
-
-    def encode(images: Tensor) -> Tensor:
-        from tandem.models.layers.convolutional import without_range_checks
-
-        with distributed.autocast(args.precision, processes.device), without_range_checks():
-            latents: Tensor = model.encode(images)
-            return latents
-
-    return encode
-
-
-def open_models(args: argparse.Namespace, processes: ProcessGroup) -> dict[str, Any]:
-    """The models on the device of the run, by the user's names. Sets args.image_size and args.channels. Raises
-    ValueError, in one line, if there is no such model or one does not take such samples."""
-    import torch
-
-    from tandem.weights.load import open_model
-
-    kinds = ("VideoTokenizer",) if args.video_folder else ("DiscreteVAE", "VQGAN", "VideoTokenizer")
-    models, device = {name: open_model(name, *kinds) for name in args.model}, processes.device
-    for line in filter(None, (trained.assumed for trained in models.values())):
-        processes.say(line)
-    first = models[args.model[0]].model
-    args.image_size, args.channels = args.image_size or first.image_size, first.channels
-    sides = height_and_width(args.image_size)
-    shape = (args.channels, *([args.num_frames] if args.video_folder else []), *sides)
-    colour_flags = [f"--{name}" for name in ("fid_weights", "fvd_weights", "lpips_weights") if getattr(args, name)]
-    if args.channels != 3 and colour_flags:
-        raise ValueError(f"{colour_flags[0]}: its network takes 3 channels, and {args.model[0]} has {args.channels}")
-    for name, trained in models.items():
-        try:
-            reconstruct(trained.model.to(device), torch.zeros(1, *shape, device=device), processes, args.precision)
-        except ValueError as error:
-            raise ValueError(f"{name} takes no such samples: {error}") from None
-    return models
-
-
 def open_samples(args: argparse.Namespace) -> SampleDataset:
     """The samples to measure on. Raises ValueError, in one line, if there are none."""
     from tandem.data.held_out import split_of_run
@@ -267,238 +203,33 @@ def data_change_lines(name: str, run: Path, fingerprint: str | None) -> list[str
     ]
 
 
-def load(samples: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The pixels of a sample, (1, ...), and its note: index, checksum, and a list for the measurements."""
-    (pixels,) = samples.load(index).values()
-    return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
-
-
-def run_rounds(steps: Iterable[None], n_processed: Callable[[], int], processes: ProcessGroup) -> Iterator[int]:
-    """Run `steps` of this process to their end. The processes exchange errors and signals every `ROUND_SECONDS`, so
-    that none waits for the others at each batch. Yields the `n_processed` of all every `PROGRESS_SECONDS`. Collective.
-    Raises AskedToStop after a signal."""
-    from tandem.io.exits import AskedToStop
-
-    steps, has_more, report_time = iter(steps), True, time.monotonic()
-    while True:
-        if processes.stop_requested(now=True):
-            processes.say("asked to stop, with nothing written; the same command starts over")
-            raise AskedToStop
-        totals = processes.sum({"has more": has_more, "processed": n_processed()})
-        if not totals["has more"]:
-            return
-        if time.monotonic() > report_time + PROGRESS_SECONDS:
-            yield round(totals["processed"])
-            report_time = time.monotonic()
-        with processes.raise_on_all_ranks():
-            end = time.monotonic() + ROUND_SECONDS
-            for _ in steps:
-                if time.monotonic() > end or processes.stop.is_requested_here:
-                    break
-            else:
-                has_more = False
-
-
-def process_batches(
-    samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup, action: str,
-    measure: Callable[[Batches], Iterable[None]],
-    load_sample: Callable[[SampleDataset, int], tuple[Tensor, dict[str, Any]]] = load,
-) -> None:  # fmt: skip
-    """Run the generator `measure(batches of this process)` to its end, in rounds. Collective. Raises UserMistake, in
-    one line, if too many samples cannot be read; AskedToStop after a signal."""
-    from tandem.data.bad_samples import BadSampleLog
-    from tandem.data.feed import to_unit_range
-    from tandem.data.sampling.workers import Loader
-    from tandem.data.stores.encoding import load_samples
-    from tandem.data.stores.shards import PARTIAL
-    from tandem.devices import to_device
-
-    n, rank, world, bad = len(samples), processes.rank, processes.world_size, []
-    n_processed, partial_reads = 0, list[str]()
-    requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
-    load_request = partial(load_samples, partial(load_sample, samples), samples.describe)
-    loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=processes.waiting_for_workers)
-
-    def batches() -> Batches:
-        nonlocal n_processed
-        for batch, notes, failures in loaded:
-            bad.extend(failures)
-            n_processed += len(notes) + len(failures)
-            batch_notes = [note for _, note in notes]
-            for note in batch_notes:
-                if PARTIAL in note:
-                    partial_reads.append(f"{samples.describe(note['index'])}: {note[PARTIAL]}")
-            if notes:
-                batch = to_device(batch, processes.device)
-                yield batch if batch.is_floating_point() else to_unit_range(batch), batch_notes
-
-    for n_of_all in run_rounds(measure(batches()), lambda: n_processed, processes):
-        processes.say(f"{action} {n_of_all} of {n}")
-    log = BadSampleLog(n)
-    for sample in log.share(bad, processes.gather_objects):
-        processes.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
-    counts, examples = zip(*processes.gather_objects([len(partial_reads), partial_reads[:1]]), strict=True)
-    if any(counts):
-        first = next(itertools.chain(*examples))
-        processes.say(f"read only in part: {counted(sum(counts), 'sample')}, such as {first}")
-    with processes.raise_on_all_ranks():
-        log.check()
-        if n - log.count < 2:
-            readable = counted(n - log.count, "sample")
-            raise ValueError(f"{readable} of {args.data} could be read: give at least 2, better thousands")
-
-
-def reference_statistics(
-    key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], processes: ProcessGroup
-) -> Gaussian:
-    """Mean and covariance of the originals' features, of length `dim`: read from the file that an earlier command with
-    this key saved, or computed by `run_pass` over the originals and saved. Collective."""
-    import torch
-    from safetensors.torch import save
-
-    from tandem.io.published import read_state_dict
-    from tandem.training.metrics.fid import Gaussian
-
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    path, gaussian = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
-    with contextlib.suppress(ValueError, TypeError):  # the file is missing or damaged
-        gaussian = Gaussian(**read_state_dict(path))
-        if [*map(len, gaussian)] != [dim, dim] or not all(part.isfinite().all() for part in gaussian):
-            gaussian = None
-    if all(processes.gather_objects(gaussian is not None)) and gaussian:
-        processes.say(f"the statistics of the originals are those in {path}")
-        return gaussian
-    run_pass("computed features of originals", lambda batches: (originals.add(samples) for samples, _ in batches))
-    gaussian, _ = originals.result(processes.sum)
-    with contextlib.suppress(OSError):  # they are computed again the next time
-        if processes.is_root:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, save(gaussian._asdict()))
-    return gaussian
-
-
-def open_networks(args: argparse.Namespace, processes: ProcessGroup) -> tuple[Any, Any, str | None]:
-    """LPIPS, the network of rFID or rFVD, and the SHA-256 of that network's weights; None without weights. Raises
-    ValueError, in one line, if weights cannot be used."""
-    from tandem.data.stores.output import sha256_of
-    from tandem.io.fetching import fetch_file
-    from tandem.io.published import INCEPTION, PUBLISHED, load_published_weights
-    from tandem.models.features.i3d import i3d_features
-    from tandem.models.features.lpips import load_lpips
-    from tandem.training.metrics import fid
-
-    device, heartbeat = processes.device, partial(processes.heartbeat, "fetching weights")
-    lpips = load_lpips(args.lpips_weights, min(height_and_width(args.image_size)), device, heartbeat)
-    weights = (
-        fetch_file(INCEPTION, heartbeat) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
-    )
-    weights_sha256 = sha256_of([Path(weights)]) if weights else None
-    network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
-    if args.fid_weights:
-        network = fid.Inception(load_published_weights(INCEPTION, str(weights), heartbeat), device)
-    return lpips, network, weights_sha256
-
-
-def measure_batches(
-    models: Mapping[str, Any], qualities: Mapping[str, Any], features: Mapping[str, Any],
-    latent_measures: Mapping[str, LatentMeasures], processes: ProcessGroup, precision: str,
-    notes: list[dict[str, Any]], batches: Batches,
-) -> Iterator[None]:  # fmt: skip
-    """Reconstruct each batch with each model, and add the reconstructions, and latents, to the measures of that model.
-    Appends the notes of the samples to `notes`, each with the measurements [PSNR, seconds] of each model."""
-    import torch
-
-    from tandem.devices import moment, on_host, seconds_between
-    from tandem.training.metrics.reconstruction import psnr
-
-    def reconstruct_batches() -> Iterator[tuple[Any, Tensor]]:
-        for originals, batch_notes in batches:
-            notes.extend(batch_notes)
-            for name, trained in models.items():
-                start = moment(processes.device)
-                reconstructions, codes = reconstruct(trained.model, originals, processes, precision)
-                moments = start, moment(processes.device)
-                no_codes = originals.new_zeros(0).long()
-                qualities[name].add(originals, reconstructions, codes if trained.model.num_codes else no_codes)
-                if name in latent_measures:
-                    latent_measures[name].add(originals, codes, [note["index"] for note in batch_notes])
-                if name in features:
-                    features[name].add(reconstructions)
-                psnrs = psnr(originals, reconstructions)
-                is_finite = reconstructions.isfinite().all()[None].to(psnrs)
-                yield (name, batch_notes, moments), torch.cat([psnrs, is_finite])
-
-    for (name, batch_notes, moments), batch_values in on_host(reconstruct_batches()):
-        *psnrs, is_finite = batch_values.tolist()
-        if not is_finite:
-            raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
-        seconds = seconds_between(*moments) / len(batch_notes)
-        for note, sample_psnr in zip(batch_notes, psnrs, strict=True):
-            note["measurements"].append([sample_psnr, seconds])
-        yield
-
-
-def decode_between_neighbours(
-    measures: LatentMeasures, model: Any, statistics: Any, n_samples: int, args: argparse.Namespace,
-    processes: ProcessGroup,
-) -> Gaussian:  # fmt: skip
-    """The distribution of the features of what the model decodes of points between neighbouring latents. The batches do
-    not depend on the number of processes. Collective. Raises AskedToStop after a signal."""
-    import torch
-
-    from tandem.training.metrics.latents import between_neighbours
-
-    latents = measures.all_latents(n_samples, processes.sum)
-    n, size, n_decoded = len(latents), args.batch_size, 0
-
-    def decode_batches() -> Iterator[None]:
-        nonlocal n_decoded
-        for first in range(0, n, size)[processes.rank :: processes.world_size]:
-            rows = range(first, min(first + size, n))
-            with distributed.autocast(args.precision, processes.device):
-                statistics.add(model.decode(between_neighbours(latents, rows).to(processes.device)))
-            n_decoded += len(rows)
-            yield
-
-    with torch.no_grad():
-        for n_of_all in run_rounds(decode_batches(), lambda: n_decoded, processes):
-            processes.say(f"decoded {n_of_all} of {n} points between latents")
-    distribution: Gaussian = statistics.result(processes.sum)[0]
-    return distribution
-
-
-def require_same_files(samples: SampleDataset, args: argparse.Namespace, processes: ProcessGroup) -> None:
-    """Raise UserMistake, in one line, if processes list other samples, or compute on other devices, than the first.
-    Collective."""
-    fingerprints = processes.gather_objects([len(samples), samples.fingerprint, processes.device.type])
-    with processes.raise_on_all_ranks():
-        if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
-            raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
-
-
 def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Measure autoencoders and report the values. Raises AskedToStop after a signal."""
     import torch
 
     from tandem.data.stores.output import json_bytes
-    from tandem.models.features.i3d import I3D_DIM
-    from tandem.training.metrics import feature_statistics, fid, reconstruction, videos
-    from tandem.training.metrics.latents import LatentMeasures
+    from tandem.measuring.autoencoders import (
+        decode_between_neighbours,
+        measure_batches,
+        open_measures,
+        open_models,
+        open_networks,
+        reference_statistics,
+    )
+    from tandem.measuring.passes import process_batches, require_same_files
+    from tandem.training.metrics import fid
 
-    device = processes.device
     with processes.raise_on_all_ranks():
         models = open_models(args, processes)
-        lpips, network, weights_sha256 = open_networks(args, processes)
+        networks = open_networks(args, processes)
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         samples = open_samples(args)
         trained_on, lines = compare_with_training(args, samples) if processes.is_root else ({}, [])
         height, width = height_and_width(args.image_size)
         side_text = f"shorter side resized to {height}" if height == width else f"resized to cover {height} x {width}"
         preparation = RESIZES[args.resize].format(f"{side_text} pixels") + ", then the centre cropped"
-        make_quality: Any = reconstruction.ReconstructionQuality
         if args.video_folder:
             preparation = f"{args.num_frames} frames from the middle, {preparation}"
-            make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
     require_same_files(samples, args, processes)
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
     processes.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
@@ -506,43 +237,29 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         processes.say(samples.skipped)
     for line in lines:
         processes.say(line)
-    make_quality = partial(make_quality, device=device, losses=(), lpips=lpips)
-    qualities = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
-    dim = getattr(network, "dim", I3D_DIM)
-    features = partial(feature_statistics.FeatureStatistics, network, dim, device)
-    model_features = {name: features() for name in models if network}
-    latent_measures, zeros = {}, torch.zeros(1, args.channels, height, width, device=device)
-    for name, trained in models.items():
-        if args.latents and not trained.model.num_codes:
-            encode = encoder_of(trained.model, args, processes)
-            shape = encode(zeros).shape[1:]
-            latent_measures[name] = LatentMeasures(encode, shape, device, keep=network is not None)
+    measures = open_measures(models, networks, args, processes)
     notes: list[dict[str, Any]] = []  # of this process's samples
-
     run_pass = partial(process_batches, samples, args, processes)
     with torch.no_grad():
-        measure = partial(
-            measure_batches, models, qualities, model_features, latent_measures, processes, args.precision, notes
-        )
-        run_pass("measured", measure)
+        run_pass("measured", partial(measure_batches, measures, processes, args.precision, notes))
         all_notes = sorted(itertools.chain(*processes.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in all_notes]
         settings = [args.batch_size, kernel_settings(args, processes)]
-        key = [weights_sha256, args.fvd_eps, samples.fingerprint, preparation, checksums, *settings]
-        reference = reference_statistics(key, features(), dim, run_pass, processes) if network else None
+        key = [networks.sha256, args.fvd_eps, samples.fingerprint, preparation, checksums, *settings]
+        reference = reference_statistics(key, networks, run_pass, processes) if networks.features else None
     values: dict[str, dict[str, Any]] = {}
-    for number, (name, trained) in enumerate(models.items()):
-        scores, _ = qualities[name].result(processes.sum)
+    for number, (name, trained, quality, features, latents) in enumerate(measures):
+        scores, _ = quality.result(processes.sum)
         speed = processes.world_size / median(note["measurements"][number][1] for note in all_notes)
-        if name in latent_measures:
-            scores |= latent_measures[name].statistics.result(processes.sum)
-        if reference:
+        if latents:
+            scores |= latents.statistics.result(processes.sum)
+        if features and reference:
             distributions = dict[str, Any]()
-            distributions["rfid" if args.fid_weights else "rfvd"], score = model_features[name].result(processes.sum)
+            distributions["rfid" if args.fid_weights else "rfvd"], score = features.result(processes.sum)
             scores |= score
-            if name in latent_measures:
+            if latents:
                 distributions["ifid"] = decode_between_neighbours(
-                    latent_measures.pop(name), trained.model, features(), len(samples), args, processes
+                    latents.all_latents(len(samples), processes.sum), trained.model, networks, args, processes
                 )
             processes.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
             with processes.raise_on_all_ranks():
@@ -563,7 +280,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
             report = {
                 "data": args.data, "samples": len(all_notes), "held_out_of": args.held_out_of, "prepared": preparation,
                 "resize": args.resize, "fvd_eps": args.fvd_eps if args.fvd_weights else None,
-                "judge_sha256": weights_sha256, "batch_size": args.batch_size, **kernel_settings(args, processes),
+                "judge_sha256": networks.sha256, "batch_size": args.batch_size, **kernel_settings(args, processes),
                 "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
@@ -571,42 +288,9 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     if args.latents and all(trained.model.num_codes for trained in models.values()):
         processes.say("latents are not measured: every model has codes")
     feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
-    networks = {"LPIPS (--lpips_weights)": lpips, feature_metrics: network}
-    if missing := [name for name, module in networks.items() if module is None]:
+    given = {"LPIPS (--lpips_weights)": networks.lpips, feature_metrics: networks.features}
+    if missing := [name for name, network in given.items() if network is None]:
         processes.say(f"not measured, because their weights are not given: {', '.join(missing)}")
-
-
-def load_clips(sounds: SampleDataset, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The clips (k, n) of a sound, and its note: index, number of clips, classes and fold."""
-    sample = sounds.load(index)
-    clips = sample.pop("waveforms")
-    return clips, {"index": index, "clips": len(clips), **sample}
-
-
-def embed_sounds(
-    sounds: SampleDataset, embedder: Embedder, args: argparse.Namespace, processes: ProcessGroup
-) -> tuple[Tensor, list[dict[str, Any]]]:
-    """The embeddings (n, dim) of all sounds that can be read, on the CPU, and their notes. Collective. Raises
-    AskedToStop after a signal."""
-    import torch
-
-    from tandem.data.stores.encoding import encode_in_batches
-    from tandem.embedding import unit_means
-
-    vectors, notes = [torch.empty(0, embedder.dim)], list[dict[str, Any]]()  # of this process's sounds
-
-    def embed_batches(batches: Batches) -> Iterator[None]:
-        for clips, batch_notes in batches:
-            rows = encode_in_batches(clips, embedder.embed_clips, args.batch_size)
-            vectors.append(unit_means(rows.split([note["clips"] for note in batch_notes])))
-            notes.extend(batch_notes)
-            yield
-
-    process_batches(sounds, args, processes, "embedded", embed_batches, load_clips)
-    all_vectors = processes.gather(torch.cat(vectors).to(processes.device)).cpu()
-    all_notes = [*itertools.chain(*processes.gather_objects(notes))]  # in the order of `all_vectors`
-    order = sorted(range(len(all_notes)), key=lambda row: all_notes[row]["index"])
-    return all_vectors[order], [all_notes[row] for row in order]
 
 
 def classify(args: argparse.Namespace, processes: ProcessGroup) -> None:
@@ -618,6 +302,8 @@ def classify(args: argparse.Namespace, processes: ProcessGroup) -> None:
     from tandem.data.sets import open_classified_sounds
     from tandem.data.stores.output import json_bytes
     from tandem.embedding import open_embedder, unit_means
+    from tandem.measuring.passes import require_same_files
+    from tandem.measuring.sounds import embed_sounds
     from tandem.training.metrics.retrieval import classification_values, prompts
 
     sentences = args.zero_shot_templates
@@ -683,6 +369,8 @@ def draw(
     import torch
 
     from tandem.data.feed import to_unit_range
+    from tandem.measuring.autoencoders import reconstruct
+    from tandem.measuring.passes import load
     from tandem.training.visuals.images import grid, to_png
 
     psnrs = {note["index"]: [psnr for psnr, _ in note["measurements"]] for note in notes}

@@ -45,6 +45,7 @@ from benchmarks.launching import ONE_PROCESS, WHOLE_MATRIX, Launcher, run
 from tandem.data.sampling.order import split_samples
 from tandem.data.sets import open_videos
 from tandem.distributed import ProcessGroup
+from tandem.measuring import autoencoders
 from tandem.models.features.lpips import PerceptualLoss
 from tandem.training.metrics.fid import FrechetStatistics, frechet_distance
 from tandem.training.metrics.latents import between_neighbours
@@ -492,7 +493,7 @@ def test_statistics_of_originals_are_kept_for_the_same_pixels_and_weights_alone(
 def test_a_command_that_is_stopped_writes_nothing_and_can_be_repeated(
     at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reconstructed, calls = evaluate.reconstruct, []
+    reconstructed, calls = autoencoders.reconstruct, []
 
     def interrupted(*given: Any) -> Any:
         calls.append(1)
@@ -502,7 +503,7 @@ def test_a_command_that_is_stopped_writes_nothing_and_can_be_repeated(
 
     flags = ["--model", at / "a", "--image_folder", at / "photos"]
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "reconstruct", interrupted)
+        patch.setattr(autoencoders, "reconstruct", interrupted)
         with pytest.raises(SystemExit) as raised:
             report_of(*flags, output=tmp_path / "values")
     assert raised.value.code == 75 and not list(tmp_path.iterdir())
@@ -539,7 +540,7 @@ def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_
     with monkeypatch.context() as patch:
         patch.setattr(ProcessGroup, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
         assert "do not see the same files" in refusal(evaluate.main, *flags)
-    monkeypatch.setattr(evaluate, "reconstruct", lambda model, x, *_: (x / 0, model.encode(x)))
+    monkeypatch.setattr(autoencoders, "reconstruct", lambda model, x, *_: (x / 0, model.encode(x)))
     assert "not finite" in refusal(evaluate.main, *flags)
 
 

@@ -38,6 +38,8 @@ MAY_IMPORT = {
     "training": "sides io hashing devices flops transforms config",
     "reporting": "io training",
     "embedding": "data data.decoding devices distributed models weights",
+    "coders": "sides io devices data data.decoding distributed models models.layers models.autoencoders training",
+    "measuring": "sides io devices data distributed embedding models.features models.layers training weights",
     "commands": "io",
     "weights": "sides io commands config data models training reporting weights.formats",
     "launch": "commands config data distributed models training weights weights.formats",

@@ -221,7 +221,9 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
     if synonyms := [name for name in _OTHER_NAMES.get(plain, ()) if name in names_by_plain]:
         return f"; did you mean {names_by_plain[synonyms[0]]}?"
     longer = [name for name in names_by_plain if len(plain) > 2 and name.startswith(plain)]
-    matches = longer if len(longer) == 1 else difflib.get_close_matches(plain, names_by_plain, n=1, cutoff=_NEAR)
+    # Of equally close names, such as fsq and lfq for fqs, one with the same letters comes first.
+    matches = [name for name in names_by_plain if sorted(name) == sorted(plain)]
+    matches = longer if len(longer) == 1 else matches or difflib.get_close_matches(plain, names_by_plain, 1, _NEAR)
     return f"; did you mean {names_by_plain[matches[0]]}?" if matches else ""
 
 

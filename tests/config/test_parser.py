@@ -262,6 +262,11 @@ def test_nothing_is_suggested_that_is_unlike_what_was_given():
     assert did_you_mean("quite_another", ("auto", "ddp")) == ""
 
 
+def test_letters_in_another_order_suggest_the_name_that_has_them():
+    """difflib finds fsq and lfq equally like fqs, and decides by the alphabet."""
+    assert did_you_mean("fqs", ("lfq", "vq", "fsq")) == "; did you mean fsq?"
+
+
 def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_said_after_the_root_had_time_to_speak(
     capsys, monkeypatch
 ):

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import evaluate
+from tandem.measuring import autoencoders
 
 
 def main(argv: Sequence[str]) -> None:
     what, *flags = argv
-    reconstructed, calls = evaluate.reconstruct, 0
+    reconstructed, calls = autoencoders.reconstruct, 0
 
     def meeting(*given: Any) -> Any:
         nonlocal calls
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
             os.kill(os.getpid(), signal.Signals[what])
         return reconstructed(*given)
 
-    evaluate.reconstruct = meeting
+    autoencoders.reconstruct = meeting
     evaluate.main(flags)
 
 

@@ -1,0 +1,1 @@
+"""What evaluate.py measures of trained models, on any number of processes."""
