@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
 
 import evaluate
 import tandem.training.metrics.fid
-from benchmarks import machine, record
+from benchmarks import machine, record, record_images, record_page
 from tandem.training.run_folder.starts import starts
-from tests.scripts import write_images
+from tests.scripts import ROOT, write_images
 from tests.test_evaluate import SIZE, TinyInception
 
 TINY = f"--image_size {SIZE} --batch_size 4 --epochs 100000 --ema_decay 0.9 --num_workers 0 --log_every_n_steps 1"
@@ -32,9 +34,9 @@ def evaluate_here(monkeypatch: pytest.MonkeyPatch) -> None:
     longer than all else."""
     start = record.run
 
-    def run(command: Sequence[str], environment: Mapping[str, str]) -> None:
-        if not command[0].endswith("evaluate.py"):
-            start(command, environment)
+    def run(command: Sequence[str], kind: str) -> None:
+        if command[0] != "evaluate.py":
+            start(command, kind)
         else:
             threads = torch.get_num_threads()
             evaluate.main([*command[1:], "--num_workers", "0"])
@@ -44,37 +46,55 @@ def evaluate_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.training.metrics.fid, "Inception", TinyInception)
 
 
-@pytest.mark.skipif(machine.cores() < record.CORES, reason="a row of the record takes two cores")
-@pytest.mark.parametrize("inception", ["tiny", pytest.param("whole", marks=pytest.mark.long)])
-def test_a_row_of_two_stages_goes_on_after_a_stop_and_is_measured_once(
-    inception: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
-    if inception == "tiny":
-        evaluate_here(monkeypatch)
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with a page, no results, and a row of two stages in record.yaml."""
     rows = {
         "small": {
             "machine": "cpu", "text": "a small one",
-            "stages": [{"minutes": 1, "flags": SHAPE}, {"minutes": 1, "flags": "--train decoder --max_steps 2"}],
+            "stages": [{"minutes": 0.04, "flags": SHAPE}, {"minutes": 1, "flags": "--train decoder --max_steps 2"}],
         }
     }  # fmt: skip
-    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"flags": TINY, "rows": rows}))
-    page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
-    page.write_text(f"before\n{record.BEGIN}\n{record.END}\nafter\n")
-    command = ["--images", str(write_images(tmp_path / "photos", 12)), "--minutes", "0.08"]
-    for name, path in {"config": "rows.yaml", "runs": "runs", "results": results.name, "page": page.name}.items():
-        command += [f"--{name}", str(tmp_path / path)]
+    for path, text in {
+        record.CONFIG: yaml.safe_dump({"flags": TINY, "rows": rows}),
+        record.PAGE: f"before\n{record_page.BEGIN}\n{record_page.END}\nafter\n",
+    }.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
+    write_images(tmp_path / "photos", 12)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    cores = os.sched_getaffinity(0)
+    yield tmp_path
+    os.sched_setaffinity(0, cores)
 
-    first = subprocess.Popen([sys.executable, "-m", "benchmarks.record", *command], cwd=record.ROOT)
-    while first.poll() is None and not list(tmp_path.glob("runs/*/stage_1/metrics.jsonl")):
+
+def start_until_it_trains(*flags: str) -> subprocess.Popen[bytes]:
+    """`make record IMAGES=photos/` in this folder, once its first stage has made an update."""
+    command = [sys.executable, "-m", "benchmarks.record", "--images", "photos", *flags]
+    program = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    while program.poll() is None and not list(record.RUNS.glob("*/stage_1/metrics.jsonl")):
         time.sleep(0.02)
+    return program
+
+
+@pytest.mark.skipif(machine.cores() < record.CORES, reason="a row of the record takes two cores")
+@pytest.mark.parametrize("inception", ["tiny", pytest.param("whole", marks=pytest.mark.long)])
+def test_a_row_of_two_stages_goes_on_after_a_stop_and_is_measured_once(
+    inception: str, checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if inception == "tiny":
+        evaluate_here(monkeypatch)
+    first = start_until_it_trains()
     first.send_signal(signal.SIGTERM)
     assert first.wait() == 75
-    assert not results.exists()
+    (stage,) = record.RUNS.glob("*/stage_1")
+    assert starts(stage)[0]["ended"].startswith("asked to stop at update")  # and saved it
+    assert not record.RESULTS.exists()
 
-    record.main(command)
-    (line,) = record.lines_of(results)
-    (folder,) = (tmp_path / "runs").iterdir()
+    record.main(["--images", "photos"])
+    (line,) = record.lines_of(record.RESULTS)
+    (folder,) = record.RUNS.iterdir()
     first_stage, second_stage = line["stages"]
     assert 2.4 <= first_stage["seconds"] < 60  # 0.04 minutes, and one update more
     assert first_stage["updates"] == metrics_of(folder / "stage_1")[-1]["step"] > 2 == second_stage["updates"]
@@ -85,15 +105,40 @@ def test_a_row_of_two_stages_goes_on_after_a_stop_and_is_measured_once(
     assert (line["rfid"], line["ifid"]) == (measured["rfid"], measured["ifid"])
     assert (line["held_out"], line["measured"], line["images"]["count"]) == (4, 12, 12)  # a batch is the least
     assert line["machine"]["cores"] == record.CORES
-    text = page.read_text()
+    text = record.PAGE.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
-    assert "| a small one | `make record ROWS=small IMAGES=photos/ MINUTES=0.08` |" in text
+    assert "| a small one | `make record ROWS=small IMAGES=photos/` |" in text
 
-    written = results.read_bytes(), page.read_bytes(), sorted(tmp_path.rglob("*"))
+    written = record.RESULTS.read_bytes(), record.PAGE.read_bytes(), sorted(checkout.rglob("*"))
     capfd.readouterr()
-    record.main(command)
+    record.main(["--images", "photos"])
     assert "small was measured on" in capfd.readouterr().out
-    assert (results.read_bytes(), page.read_bytes(), sorted(tmp_path.rglob("*"))) == written
+    assert (record.RESULTS.read_bytes(), record.PAGE.read_bytes(), sorted(checkout.rglob("*"))) == written
+
+
+@pytest.mark.skipif(machine.cores() < record.CORES, reason="a row of the record takes two cores")
+@pytest.mark.usefixtures("checkout")
+def test_a_training_that_goes_on_alone_after_a_kill_is_not_started_beside_itself(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    rehearsal = ["--minutes", "100"]
+    first = start_until_it_trains(*rehearsal)
+    first.kill()
+    assert first.wait() == -signal.SIGKILL
+    (stage,) = record.RUNS.glob("*/stage_1")
+    holder = (stage / ".lock").read_text().partition(" on ")[0]  # process N
+    training = psutil.Process(int(holder.split()[1]))
+    try:
+        with pytest.raises(SystemExit) as end:
+            record.main(["--images", "photos", *rehearsal])
+        assert end.value.code == 1
+        output = capfd.readouterr().err
+        assert f"stage_1 is in use by {holder} on" in output
+        assert output.endswith("make record: train_vqgan.py ended with exit code 2; the same command goes on\n")
+        assert training.is_running() and len(starts(stage)) == 1
+    finally:
+        training.terminate()
+        training.wait()
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -101,10 +146,10 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_page_of_the_repository_is_what_its_results_give() -> None:
-    page = record.PAGE.read_text()
-    assert record.page_with(page, record.lines_of(record.RESULTS)) == page, "run make record"
-    rows = yaml.safe_load(record.CONFIG.read_text())["rows"]
-    assert {line["row"] for line in record.lines_of(record.RESULTS)} <= set(rows)
+    page, lines = (ROOT / record.PAGE).read_text(), record.lines_of(ROOT / record.RESULTS)
+    assert page.count(record_page.BEGIN) == page.count(record_page.END) == 1
+    assert record_page.page_with(page, lines) == page, "run make record"
+    assert {line["row"] for line in lines} <= set(yaml.safe_load((ROOT / record.CONFIG).read_text())["rows"])
 
 
 def a_line(**values: Any) -> dict[str, Any]:
@@ -127,24 +172,25 @@ def a_line(**values: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_rows_that_cannot_be_compared_are_in_tables_of_their_own(other: dict[str, Any]) -> None:
     lines = [a_line(), a_line(row="two", psnr=21.0), a_line(row="two", **other)]
-    tables = record.tables(lines).split("## ")[1:]
+    tables = record_page.tables(lines).split("## ")[1:]
     assert sorted(table.count("| a text |") for table in tables) == [1, 2]
     both = next(table for table in tables if table.count("| a text |") == 2)
     assert both.index("21.00 dB") < both.index("20.00 dB")  # the best first
 
 
 def test_the_newest_line_of_a_row_on_a_machine_counts() -> None:
-    text = record.tables(
+    text = record_page.tables(
         [a_line(psnr=25.0), a_line(psnr=24.0, commit="abc-dirty"), a_line(machine={"cpu": "B", "cores": 2})]
     )
     assert "25.00" not in text and "24.00" in text and "20.00" in text
     assert "abc with changes" in text
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot bind processes to cores")
 def test_the_time_of_other_programs_is_without_that_of_ended_children() -> None:
     program = "import time\nwhile time.process_time() < 1: pass\nprint(flush=True)\ninput()"
-    with record.on_cores(1) as cores:
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores := sorted(all_cores)[:1])
+    try:
         before = record.seconds_of_others(cores)
         child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdout is not None
@@ -154,19 +200,58 @@ def test_the_time_of_other_programs_is_without_that_of_ended_children() -> None:
         child.communicate(b"\n")
         elapsed = time.monotonic() - start
         assert record.seconds_of_others(cores) - running < elapsed + 0.2 - 0.8  # whatever others did meanwhile
+    finally:
+        os.sched_setaffinity(0, all_cores)
 
 
 def test_public_images_are_the_same_each_time_and_their_held_out_photos_are_in_no_training(tmp_path: Path) -> None:
-    first, second = (record.public_images(tmp_path / name) for name in ("a", "b"))
+    first, second = (record_images.public_images(tmp_path / name) for name in ("a", "b"))
     assert first.digest == second.digest
     assert len(first.paths) == 168
-    names = {split: {path.name.split("_")[0] for path in (tmp_path / "a" / split).iterdir()} for split in record.PHOTOS}
+    names = {
+        split: {path.name.split("_")[0] for path in (tmp_path / "a" / split).iterdir()}
+        for split in record_images.PHOTOS
+    }
     assert names == {
         "train": {"astronaut", "motorcycle", "rocket", "china", "flower"},
         "held_out": {"chelsea", "coffee"},
     }
     (tmp_path / "b" / "train" / "rocket_000_000.bmp").write_bytes(b"another one")
-    assert record.images_of(tmp_path / "b", "").digest != first.digest
+    assert record_images.public_images(tmp_path / "b").digest != first.digest
+
+
+@pytest.fixture
+def rows(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> list[record.Row]:
+    """The rows that were measured, all with one result and without a training."""
+    rows: list[record.Row] = []
+
+    def measure(row: record.Row, cores: Sequence[int]) -> dict[str, Any]:
+        rows.append(row)
+        row.folder.mkdir(parents=True, exist_ok=True)
+        return a_line(command=row.command)
+
+    monkeypatch.setattr(record, "measure", measure)
+    monkeypatch.setattr(machine, "cores", lambda: record.CORES)
+    return rows
+
+
+def test_a_rehearsal_shares_its_minutes_among_the_stages_and_is_not_shown_on_the_page(
+    rows: list[record.Row], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = record.PAGE.read_text()
+    record.main(["--images", "photos", "--minutes", "0.52"])
+    assert [minutes for minutes, _ in rows[0].stages] == pytest.approx([0.02, 0.5])
+    assert "`make record ROWS=small IMAGES=photos/ MINUTES=0.52`" in capsys.readouterr().out
+    assert record.PAGE.read_text() == page and not record.RESULTS.exists()
+    record.main(["--images", "photos"])
+    assert "`make record ROWS=small IMAGES=photos/`" in record.PAGE.read_text() and record.RESULTS.exists()
+
+
+def test_what_was_measured_is_moved_aside_for_a_fresh_start(rows: list[record.Row]) -> None:
+    record.main(["--images", "photos"])
+    record.main(["--images", "photos", "--fresh"])
+    folder = rows[0].folder
+    assert sorted(record.RUNS.iterdir()) == [folder, folder.with_name(f"{folder.name}.old-1")]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +267,7 @@ def test_public_images_are_the_same_each_time_and_their_held_out_photos_are_in_n
 def test_a_mistake_is_one_line(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(record, "cannot_run", lambda kind: "")
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as end:
         record.main(flags)
     assert end.value.code == 2
@@ -192,8 +277,9 @@ def test_a_mistake_is_one_line(
 def test_rows_for_a_gpu_are_left_out_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(record.torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(machine, "gpus", lambda: 0)
     monkeypatch.setattr(machine, "cores", lambda: 2)
-    args = record.build_parser().parse_args(["--images", str(write_images(tmp_path / "photos", 2))])
+    args = argparse.Namespace(images=write_images(tmp_path / "photos", 2), rows=None, minutes=None, inception="")
     assert [row.name for row in record.rows_of(args)] == ["two_stages", "one_stage"]
     assert capsys.readouterr().err == "two_stages_gpu is not run: PyTorch sees no GPU here\n"
