@@ -9,7 +9,7 @@ import yaml
 from tandem.io.installed import command_of, find_shipped_file
 from tandem.io.reading import compose_yaml, error_text
 
-from .converters import choice_error, config_value
+from .converters import choice_error, config_value, expand_path
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _CONVERSION_ADVICE = (
@@ -119,7 +119,7 @@ def _convert_scalar(node: yaml.Node, action: argparse.Action) -> Any:
     convert = action.type if callable(action.type) else str
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError(f"expected a single value, got {_describe(node)}")
-    takes_any_text = getattr(convert, "convert", convert) is str  # a `Converter` such as PATH holds the function
+    takes_any_text = getattr(convert, "convert", convert) in (str, expand_path)  # a `Converter` holds the function
     if takes_any_text and node.tag in (_BOOL, _NULL):
         raise ValueError(f"expected text, and YAML reads {_describe(node)} as another type; put it in quotes")
     try:

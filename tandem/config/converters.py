@@ -4,6 +4,7 @@ import argparse
 import decimal
 import difflib
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,14 @@ def _bounded_float(accepts: Callable[[float], bool], expected: str, metavar: str
     return Converter(metavar, partial(_parse_float, accepts=accepts, expected=expected))
 
 
-PATH, FILE, FOLDER, NAME = (Converter(metavar, str) for metavar in ("PATH", "FILE", "DIR", "NAME"))
+def expand_path(text: str) -> str:
+    """A path, or a name that may stand in its place, with the home folder for ~ at the beginning. A shell leaves the ~
+    of `--flag=~/x` and of a config file to the program."""
+    return os.path.expanduser(text)
+
+
+PATH, FILE, FOLDER, NAME_OR_PATH = (Converter(word, expand_path) for word in ("PATH", "FILE", "DIR", "NAME"))
+NAME = Converter("NAME", str)
 
 # Whole numbers; `1_000`, `1e6` and `8.0` are accepted.
 _from_1 = partial(_parse_int, minimum=1, expected="a whole number above 0")

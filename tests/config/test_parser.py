@@ -1,6 +1,8 @@
 """Arguments from the command line and from YAML, and the one line that a mistake gives."""
 
 import argparse
+import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from tandem.config.shared import RateFlags, RunFlags
 from tests.scripts import refusal
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if path.name != "setup.py")
+PATHS = ("PATH", "FILE", "DIR", "RUN", "OLD", "NEW", "OUT")  # words of --help for a path
 
 
 @pytest.fixture
@@ -277,3 +281,35 @@ def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_
         other.error("too few images", is_agreed=True)
     assert exit_.value.code == 2 and waited == [2.0] and capsys.readouterr() == ("", "")
     assert error_line(other, "--nonsense") == "unknown flag --nonsense" and waited == [2.0, 10.0]
+
+
+def path_actions() -> Iterator[tuple[str, argparse.Action]]:
+    """The arguments of all programs that take a path, and the program of each."""
+    for program in PROGRAMS:
+        parsers = [importlib.import_module(program.removesuffix(".py")).build_parser()]
+        for parser in parsers:
+            for action in parser._actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    parsers += dict.fromkeys(action.choices.values())
+                elif action.metavar in PATHS or (action.metavar == "NAME" and action.dest in ("output", "clip")):
+                    yield program, action
+
+
+def test_every_path_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    found = list(path_actions())
+    names = {action.dest for _, action in found}
+    assert names > {"output_dir", "init_from", "image_folder", "deepspeed_config", "cache_dir", "runs", "path", "out"}
+    for program, action in found:
+        convert = action.type or str
+        for text, path in {"~/a b": "/home/alice/a b", "~": "/home/alice", "a/~": "a/~"}.items():
+            assert convert(text) == path, (program, action.dest)
+        for text in ("demo:shapes:64", "alice/model@v1", "s3://a/~/b", "published"):
+            assert convert(text) == text, (program, action.dest)
+
+
+def test_a_path_in_a_config_file_may_begin_with_the_home_folder(parser, config, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    args = parser.parse(["--config", config("output_dir: ~/runs/vae\nvalid_folder: 010\nwandb_name: ~/vae")])
+    assert (args.output_dir, args.valid_folder, args.wandb_name) == ("/home/alice/runs/vae", "010", "~/vae")
+    assert "quotes" in error_line(parser, "--config", config("output_dir: no"))
