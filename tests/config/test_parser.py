@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tandem.config.config_file import read_flags
 from tandem.config.converters import (
     Names,
     average_length,
@@ -28,7 +29,7 @@ from tandem.config.converters import (
 from tandem.config.fields import flag, when
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags
-from tests.scripts import refusal
+from tests.scripts import SCRIPTS, refusal
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if path.name != "setup.py")
@@ -226,12 +227,47 @@ def test_config_values_become_what_the_command_line_would_make_of_them(parser, c
         ("[" * 1_000, "YAML"),
         ("compile: !!bool maybe", "compile: true false, 'maybe'"),
         ("seed: !!python/object/apply:os.system ['true']", "seed: list"),
+        ("wandb_tags: []", "wandb_tags: at least one value, empty list"),
+        ("wandb_tags: [a, 'b,c']", "wandb_tags: without ',' 'b,c'"),
+        ("wandb_tags: [a, on]", "wandb_tags: text, 'on' quotes"),
+        ("wandb_tags: [a, [b]]", "wandb_tags: single value, a list"),
+        ("report_to: [wandb, mlflow]", "report_to: none, tensorboard, wandb; 'wandb,mlflow'"),
     ],
 )
 def test_a_mistake_in_a_config_names_file_line_key_and_value(parser, config, text, expected):
     path = config(text)
     line = error_line(parser, "--config", path)
     assert path in line and [word for word in expected.split() if word not in line] == []
+
+
+# Flag whose values the command line joins -> a text of it.
+JOINED = {
+    "attention_levels": "1,2", "betas": "0.5,0.9", "ch_mult": "1,2,2", "clip_frames": "1,5",
+    "condition_on": "image,text", "crop_area": "0.5,1", "discr_betas": "0.5,0.9", "fsq_levels": "8,5,5", "image_size": "16x32",
+    "layers": "compress_space:8,residual", "lr_drop_epochs": "10,20.5", "num_resnet_blocks": "1,2",
+    "profile_steps": "2:3", "report_to": "tensorboard,wandb", "time_levels": "0,1", "wandb_tags": "a b,010",
+    "zero_shot_templates": "a {}|the {}",
+}  # fmt: skip
+
+
+def test_values_that_the_command_line_joins_may_be_a_list_in_a_config(config):
+    tried = set()
+    for action in (action for script in SCRIPTS.values() for action in script.module.build_parser()._actions):
+        if hasattr(action.type, "separator") and not action.nargs:
+            name, text = action.dest, JOINED[action.dest]
+            path = config(yaml.safe_dump({name: text.split(action.type.separator)}).replace("'1'", "1"))
+            assert read_flags(path, {name: action}, (), str) == ({name: action.type(text)}, {name: name})
+            tried.add(name)
+    assert tried == set(JOINED)
+
+
+def test_lists_of_joined_values_have_one_for_each_unet(config):
+    values, _ = read_flags(
+        config("dim_mults: [[1, 2], '1,4']\nnum_resnet_blocks: [2, 1]\nswitches: [[], none, [coordinates]]"),
+        {action.dest: action for action in SCRIPTS["train_decoder"].module.build_parser()._actions}, (), str,
+    )  # fmt: skip
+    assert values["dim_mults"] == [(1, 2), (1, 4)] and values["num_resnet_blocks"] == [(2,), (1,)]
+    assert values["switches"] == [(), (), ("coordinates",)]
 
 
 def test_a_config_that_cannot_be_read_is_named(parser, tmp_path):
@@ -254,6 +290,7 @@ def test_a_config_that_cannot_be_read_is_named(parser, tmp_path):
         (["--x\x1b[2J\0"], "--x?[2J?"),
         (["--flip", "True"], "--flip is a switch without a value, got 'True': give --flip or --no-flip alone"),
         (["--no_mixing", "True"], "give --no_mixing or nothing alone"),
+        (["--image_folder", ""], "--image_folder: expected a path, got ''"),  # an unset "$FOLDER"
         (["--distributed_backend", "dpp"], "expected one of auto, ddp; got 'dpp'; did you mean ddp?"),
     ],
 )
