@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.commands import script_parser
-from tandem.config.converters import average_length, positive_int
+from tandem.config.converters import FOLDER, PATH, average_length, positive_int
 from tandem.config.parser import ArgumentParser
 from tandem.io.exits import Failed, exit_codes
 from tandem.io.installed import command_of
@@ -58,9 +58,9 @@ def build_parser() -> ArgumentParser:
         subparser = commands.add_parser(name, description=text, help=text)
         subparser.usage = None
         subparser.set_defaults(run=run)
-        subparser.add_argument("path", metavar=path[0], help=path[1])
+        subparser.add_argument("path", type=PATH, metavar=path[0], help=path[1])
         if out:
-            subparser.add_argument("out", metavar=out[0], help=out[1])
+            subparser.add_argument("out", type=PATH, metavar=out[0], help=out[1])
             subparser.add_argument("--force", action="store_true", help=f"replace {out[0]} where it exists")
         return subparser.add_argument
 
@@ -100,8 +100,8 @@ def build_parser() -> ArgumentParser:
     add("--message", default="Upload a model", metavar="TEXT", help="message of the commit")
     add("--no_picture", action="store_true", help="leave out the newest picture of the run, which may show the data")
     add("--no_discriminator", action="store_true", help="leave out the discriminator, which others need to train on")
-    add("--dry_run", metavar="DIR", help="write what would be uploaded to DIR, and upload nothing; DIR can then be "
-        "pushed in place of RUN, with an edited README.md")
+    add("--dry_run", type=FOLDER, metavar="DIR", help="write what would be uploaded to DIR, and upload nothing; DIR "
+        "can then be pushed in place of RUN, with an edited README.md")
     add("--weights", **weights)
     # fmt: on
     return parser

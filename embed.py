@@ -156,6 +156,7 @@ def load_query_clips(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor
     from tandem.data.sources.record import FileRef
     from tandem.io.reading import error_text
 
+    query = os.path.expanduser(query)
     if os.path.isfile(query):
         require_decoders()
         try:

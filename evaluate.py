@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.converters import FILE, FOLDER, NAME, PATH, picture_sides, positive_float, size, templates
+from tandem.config.converters import FILE, FOLDER, NAME_OR_PATH, PATH, picture_sides, positive_float, size, templates
 from tandem.config.fields import Requirement, flag, given, without
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import kernel_settings
@@ -79,7 +79,7 @@ class Config:
     audio_data: str | None = flag(None, "sounds to classify by a MuLaN: a manifest or table with a column of classes, "
         "as ESC-50's, a folder or tars with a .json each, or demo:tones", PATH)
     output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
-        "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
+        "the models differ most, or which a single model reconstructs worst, below their originals", NAME_OR_PATH)
     image_size: Sides | None = flag(None, "sides of the centre crop (default: the first model's)", picture_sides,
         title="method", requires=without("audio_data"))
     resize: str = flag("ours", "how images are resized: ours is bilinear, antialiased; taming is not antialiased, as "

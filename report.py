@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.commands import script_parser
-from tandem.config.converters import non_negative_int, positive_int
+from tandem.config.converters import FILE, FOLDER, non_negative_int, positive_int
 from tandem.config.parser import ArgumentParser
 from tandem.io.exits import exit_codes
 from tandem.io.reading import counted, printable
@@ -35,8 +35,8 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("report.py", "Make one HTML page about training runs from their folders.")
     parser.usage = "%(prog)s RUN [RUN ...] [flags]"
     # fmt: off
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder of a training script")
-    parser.add_argument("--output", metavar="FILE",
+    parser.add_argument("runs", nargs="+", type=FOLDER, metavar="RUN", help="run folder of a training script")
+    parser.add_argument("--output", type=FILE, metavar="FILE",
         help="page to write; an older report there is replaced, any other file is not (default: report.html in the "
         "first RUN)")
     parser.add_argument("--pictures", type=positive_int, default=12, metavar="N",

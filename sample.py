@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem import distributed
-from tandem.config.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
+from tandem.config.converters import FILE, FOLDER, NAME_OR_PATH, non_negative_int, positive_int, size
 from tandem.config.fields import flag, given
 from tandem.config.models.decoder import GUIDED, Sampling
 from tandem.config.parser import ArgumentParser
@@ -88,7 +88,7 @@ class Config(ClipFlags, Sampling):
         None,
         "model of open_clip, or a .json file with the shape of one, that encodes --prompts; without --masks and "
         "--start_at_unet it encodes --images, at the size of the last Unet as in training, to draw others like them",
-        NAME,
+        NAME_OR_PATH,
         title="embeddings",
     )
 

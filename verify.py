@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import distributed
 from tandem.commands import script_module, script_parser
-from tandem.config.converters import Joined, non_negative_int
+from tandem.config.converters import FOLDER, Joined, non_negative_int
 from tandem.config.parser import ArgumentParser
 from tandem.distributed.backends import all_backends
 from tandem.io.exits import FAILED, MISTAKE, exit_codes, exit_process
@@ -69,12 +69,13 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("verify.py", text, is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s RUN [--updates FIRST:LAST] [flags] [flags of the run's script]"
     # fmt: off
-    parser.add_argument("run", metavar="RUN", help="run folder of a training script; nothing is written to it")
+    parser.add_argument("run", type=FOLDER, metavar="RUN",
+        help="run folder of a training script; nothing is written to it")
     parser.add_argument("--updates", type=Joined("FIRST:LAST", ":", non_negative_int, count=2, is_ascending=True),
         help="two of the run's checkpoints; 0 as the first: from the beginning (default: the two newest)")
     parser.add_argument("--every_machine", action="store_true",
         help="let the processes of each machine replay the stretch alone, and name the machines that differ")
-    parser.add_argument("--output", metavar="DIR",
+    parser.add_argument("--output", type=FOLDER, metavar="DIR",
         help="folder of the replay, which all machines see; deleted if it confirms the run (default: RUN.replay)")
     parser.add_argument("--anyway", action="store_true",
         help="replay although PyTorch, processor, backend or processes are others, which may explain a difference")

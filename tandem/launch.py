@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tandem import distributed
 from tandem.commands import script_parser
 from tandem.config.autoencoder_training import DISCRIMINATOR
-from tandem.config.converters import PRECISIONS, size, thread_count, worker_count
+from tandem.config.converters import FOLDER, PRECISIONS, size, thread_count, worker_count
 from tandem.config.parser import ArgumentParser
 from tandem.training.run_folder.folder import read_config_to_resume
 from tandem.training.run_folder.starts import last_start
@@ -57,8 +57,8 @@ def inference_parser(
     # fmt: off
     if model_help:
         add = parser.add_argument_group("from and to").add_argument
-        add("--model", required=True, metavar="DIR", help=model_help)
-        add("--output", "--output_dir", required=True, metavar="DIR",
+        add("--model", required=True, type=FOLDER, metavar="DIR", help=model_help)
+        add("--output", "--output_dir", required=True, type=FOLDER, metavar="DIR",
             help="folder to write; if it is there and incomplete, it is continued")
         add("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
     parser.add_config(config)

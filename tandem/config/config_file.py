@@ -9,7 +9,7 @@ import yaml
 from tandem.io.installed import command_of, find_shipped_file
 from tandem.io.reading import compose_yaml, error_text
 
-from .converters import choice_error, config_value
+from .converters import Joined, Names, choice_error, config_value, expand_path
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _CONVERSION_ADVICE = (
@@ -27,8 +27,9 @@ def read_flags(
     """Values, and the keys that set them, by dest name from a YAML mapping.
 
     A scalar is converted from its text in the file, so that `1e-4` (a string in YAML 1.1) is a number, and 2024 may be
-    the name of a folder. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags
-    whose default is None, and keeps the default. YAML tags construct nothing.
+    the name of a folder. A switch needs a YAML boolean, a flag with several values a list; values that the command line
+    joins, such as 0.5,0.9 or 128x192, may be a list. null is accepted for flags whose default is None, and keeps the
+    default. YAML tags construct nothing.
 
     Args:
         path: Of a file, or of one in configs/ (`find_shipped_file`).
@@ -117,13 +118,12 @@ def _convert(node: yaml.Node, action: argparse.Action) -> Any:
 
 def _convert_scalar(node: yaml.Node, action: argparse.Action) -> Any:
     convert = action.type if callable(action.type) else str
-    if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"expected a single value, got {_describe(node)}")
-    takes_any_text = getattr(convert, "convert", convert) is str  # a `Converter` such as PATH holds the function
-    if takes_any_text and node.tag in (_BOOL, _NULL):
-        raise ValueError(f"expected text, and YAML reads {_describe(node)} as another type; put it in quotes")
+    if isinstance(convert, (Joined, Names)) and isinstance(node, yaml.SequenceNode):
+        text = _join(node, convert)
+    else:
+        text = _scalar_text(node, convert)
     try:
-        value = convert(node.value)
+        value = convert(text)
     except argparse.ArgumentTypeError as error:
         raise ValueError(str(error)) from None
     except (ValueError, TypeError):
@@ -131,6 +131,25 @@ def _convert_scalar(node: yaml.Node, action: argparse.Action) -> Any:
     if action.choices is not None and value not in action.choices:
         raise ValueError(choice_error(value, action.choices))
     return value
+
+
+def _join(node: yaml.SequenceNode, convert: Joined[Any] | Names) -> str:
+    """The elements of a list as the text of a command line."""
+    texts = [_scalar_text(element, convert) for element in node.value]
+    if not texts and isinstance(convert, Joined):
+        raise ValueError("expected at least one value, got an empty list")
+    if text := next((text for text in texts if convert.separator in text), None):
+        raise ValueError(f"expected values without {convert.separator!r} in the list, got {text!r}")
+    return convert.text(texts)
+
+
+def _scalar_text(node: yaml.Node, convert: Callable[[str], Any]) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(f"expected a single value, got {_describe(node)}")
+    takes_any_text = getattr(convert, "convert", convert) in (str, expand_path)  # a `Converter` holds the function
+    if takes_any_text and node.tag in (_BOOL, _NULL):
+        raise ValueError(f"expected text, and YAML reads {_describe(node)} as another type; put it in quotes")
+    return str(node.value)
 
 
 def _describe(node: yaml.Node) -> str:

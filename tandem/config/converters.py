@@ -4,6 +4,7 @@ import argparse
 import decimal
 import difflib
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,16 @@ def _bounded_float(accepts: Callable[[float], bool], expected: str, metavar: str
     return Converter(metavar, partial(_parse_float, accepts=accepts, expected=expected))
 
 
-PATH, FILE, FOLDER, NAME = (Converter(metavar, str) for metavar in ("PATH", "FILE", "DIR", "NAME"))
+def expand_path(text: str) -> str:
+    """A path, or a name that may stand in its place, with the home folder for ~ at the beginning. A shell leaves the ~
+    of `--flag=~/x` and of a config file to the program. Nothing is no path: a variable of the shell was not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return os.path.expanduser(text)
+
+
+PATH, FILE, FOLDER, NAME_OR_PATH = (Converter(word, expand_path) for word in ("PATH", "FILE", "DIR", "NAME"))
+NAME = Converter("NAME", str)
 
 # Whole numbers; `1_000`, `1e6` and `8.0` are accepted.
 _from_1 = partial(_parse_int, minimum=1, expected="a whole number above 0")
@@ -138,16 +148,24 @@ class SidesConverter(Joined[int]):
         return sides[0] if len(set(sides)) == 1 else sides
 
 
+class WordsConverter(Joined[str]):
+    """Converter of words with a separator between them, which stay one text."""
+
+    def __call__(self, text: str) -> Any:
+        return text
+
+
 class Names:
     """Converter of "none" or a comma list of `known` names, upper or lower case, to a sorted tuple of unique names."""
 
     metavar = "NAME,..."
+    separator = ","
 
     def __init__(self, *known: str) -> None:
         self.known = known
 
     def __call__(self, text: str) -> tuple[str, ...]:
-        names = {name.strip().lower() for name in text.split(",")} - {""}
+        names = {name.strip().lower() for name in text.split(self.separator)} - {""}
         unknown = names - {*self.known, "none"}
         if unknown or not names or ("none" in names and len(names) > 1):
             hint = next(filter(None, (did_you_mean(name, self.known) for name in sorted(unknown))), "")
@@ -157,7 +175,7 @@ class Names:
 
     def text(self, names: Iterable[str]) -> str:
         """These names as a config file holds them."""
-        return ",".join(names) or "none"
+        return self.separator.join(names) or "none"
 
 
 def _check_template(text: str) -> str:
@@ -175,6 +193,7 @@ area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
 picture_sides = SidesConverter("SIDE|HEIGHTxWIDTH", "x", pixels)
 templates = Joined("TEXT|...", "|", _check_template)
 words = Joined("WORD,...", ",", str)
+layer_names = WordsConverter("NAME[:N],...", ",", str)
 # Updates, counted from 1, the last one included.
 step_range = Joined("FIRST:LAST", ":", _from_1, count=2, is_ascending=True)
 

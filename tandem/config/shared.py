@@ -12,6 +12,7 @@ from .converters import (
     FILE,
     FOLDER,
     NAME,
+    NAME_OR_PATH,
     PATH,
     PRECISIONS,
     Names,
@@ -52,7 +53,7 @@ class ClipFlags:
         None,
         "compute embeddings of images and texts with this model of open_clip, such as ViT-L-14-quickgelu, or the path "
         "of its open_clip_config.json; captions that are longer than its context are cut off",
-        NAME,
+        NAME_OR_PATH,
         title="embeddings",
         requires=Requirement(
             "condition_on",

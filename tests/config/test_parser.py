@@ -1,12 +1,15 @@
 """Arguments from the command line and from YAML, and the one line that a mistake gives."""
 
 import argparse
+import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tandem.config.config_file import read_flags
 from tandem.config.converters import (
     Names,
     average_length,
@@ -26,9 +29,11 @@ from tandem.config.converters import (
 from tandem.config.fields import flag, when
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags
-from tests.scripts import refusal
+from tests.scripts import SCRIPTS, refusal
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if path.name != "setup.py")
+PATHS = ("PATH", "FILE", "DIR", "RUN", "OLD", "NEW", "OUT")  # words of --help for a path
 
 
 @pytest.fixture
@@ -222,12 +227,47 @@ def test_config_values_become_what_the_command_line_would_make_of_them(parser, c
         ("[" * 1_000, "YAML"),
         ("compile: !!bool maybe", "compile: true false, 'maybe'"),
         ("seed: !!python/object/apply:os.system ['true']", "seed: list"),
+        ("wandb_tags: []", "wandb_tags: at least one value, empty list"),
+        ("wandb_tags: [a, 'b,c']", "wandb_tags: without ',' 'b,c'"),
+        ("wandb_tags: [a, on]", "wandb_tags: text, 'on' quotes"),
+        ("wandb_tags: [a, [b]]", "wandb_tags: single value, a list"),
+        ("report_to: [wandb, mlflow]", "report_to: none, tensorboard, wandb; 'wandb,mlflow'"),
     ],
 )
 def test_a_mistake_in_a_config_names_file_line_key_and_value(parser, config, text, expected):
     path = config(text)
     line = error_line(parser, "--config", path)
     assert path in line and [word for word in expected.split() if word not in line] == []
+
+
+# Flag whose values the command line joins -> a text of it.
+JOINED = {
+    "attention_levels": "1,2", "betas": "0.5,0.9", "ch_mult": "1,2,2", "clip_frames": "1,5",
+    "condition_on": "image,text", "crop_area": "0.5,1", "discr_betas": "0.5,0.9", "fsq_levels": "8,5,5", "image_size": "16x32",
+    "layers": "compress_space:8,residual", "lr_drop_epochs": "10,20.5", "num_resnet_blocks": "1,2",
+    "profile_steps": "2:3", "report_to": "tensorboard,wandb", "time_levels": "0,1", "wandb_tags": "a b,010",
+    "zero_shot_templates": "a {}|the {}",
+}  # fmt: skip
+
+
+def test_values_that_the_command_line_joins_may_be_a_list_in_a_config(config):
+    tried = set()
+    for action in (action for script in SCRIPTS.values() for action in script.module.build_parser()._actions):
+        if hasattr(action.type, "separator") and not action.nargs:
+            name, text = action.dest, JOINED[action.dest]
+            path = config(yaml.safe_dump({name: text.split(action.type.separator)}).replace("'1'", "1"))
+            assert read_flags(path, {name: action}, (), str) == ({name: action.type(text)}, {name: name})
+            tried.add(name)
+    assert tried == set(JOINED)
+
+
+def test_lists_of_joined_values_have_one_for_each_unet(config):
+    values, _ = read_flags(
+        config("dim_mults: [[1, 2], '1,4']\nnum_resnet_blocks: [2, 1]\nswitches: [[], none, [coordinates]]"),
+        {action.dest: action for action in SCRIPTS["train_decoder"].module.build_parser()._actions}, (), str,
+    )  # fmt: skip
+    assert values["dim_mults"] == [(1, 2), (1, 4)] and values["num_resnet_blocks"] == [(2,), (1,)]
+    assert values["switches"] == [(), (), ("coordinates",)]
 
 
 def test_a_config_that_cannot_be_read_is_named(parser, tmp_path):
@@ -250,6 +290,7 @@ def test_a_config_that_cannot_be_read_is_named(parser, tmp_path):
         (["--x\x1b[2J\0"], "--x?[2J?"),
         (["--flip", "True"], "--flip is a switch without a value, got 'True': give --flip or --no-flip alone"),
         (["--no_mixing", "True"], "give --no_mixing or nothing alone"),
+        (["--image_folder", ""], "--image_folder: expected a path, got ''"),  # an unset "$FOLDER"
         (["--distributed_backend", "dpp"], "expected one of auto, ddp; got 'dpp'; did you mean ddp?"),
     ],
 )
@@ -277,3 +318,35 @@ def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_
         other.error("too few images", is_agreed=True)
     assert exit_.value.code == 2 and waited == [2.0] and capsys.readouterr() == ("", "")
     assert error_line(other, "--nonsense") == "unknown flag --nonsense" and waited == [2.0, 10.0]
+
+
+def path_actions() -> Iterator[tuple[str, argparse.Action]]:
+    """The arguments of all programs that take a path, and the program of each."""
+    for program in PROGRAMS:
+        parsers = [importlib.import_module(program.removesuffix(".py")).build_parser()]
+        for parser in parsers:
+            for action in parser._actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    parsers += dict.fromkeys(action.choices.values())
+                elif action.metavar in PATHS or (action.metavar == "NAME" and action.dest in ("output", "clip")):
+                    yield program, action
+
+
+def test_every_path_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    found = list(path_actions())
+    names = {action.dest for _, action in found}
+    assert names > {"output_dir", "init_from", "image_folder", "deepspeed_config", "cache_dir", "runs", "path", "out"}
+    for program, action in found:
+        convert = action.type or str
+        for text, path in {"~/a b": "/home/alice/a b", "~": "/home/alice", "a/~": "a/~"}.items():
+            assert convert(text) == path, (program, action.dest)
+        for text in ("demo:shapes:64", "alice/model@v1", "s3://a/~/b", "published"):
+            assert convert(text) == text, (program, action.dest)
+
+
+def test_a_path_in_a_config_file_may_begin_with_the_home_folder(parser, config, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    args = parser.parse(["--config", config("output_dir: ~/runs/vae\nvalid_folder: 010\nwandb_name: ~/vae")])
+    assert (args.output_dir, args.valid_folder, args.wandb_name) == ("/home/alice/runs/vae", "010", "~/vae")
+    assert "quotes" in error_line(parser, "--config", config("output_dir: no"))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.config.converters import FILE
 from tandem.distributed.backends.ddp import DDPBackend
 from tandem.distributed.base import Connection, Options
 from tandem.distributed.errors import UserMistake
@@ -65,7 +66,7 @@ class DeepSpeedBackend(DDPBackend):
         # fmt: off
         parser.add_argument("--deepspeed", action="store_true",
             help="use DeepSpeed; the deepspeed launcher passes this flag")
-        parser.add_argument("--deepspeed_config", metavar="FILE",
+        parser.add_argument("--deepspeed_config", type=FILE, metavar="FILE",
             help="a DeepSpeed JSON; sets flags that neither the command line nor --config sets, and must not "
             "contradict the others")
         parser.add_argument("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0,

@@ -11,6 +11,7 @@ from typing import Any
 from tandem.config.converters import (
     channel_count,
     fraction,
+    layer_names,
     non_negative_float,
     picture_sides,
     positive_float,
@@ -366,7 +367,7 @@ class VideoTokenizerConfig(WanConfig, LatentConfig, QuantizerConfig, Recomputing
         "layers of the encoder, mirrored in the decoder: residual, residual_space, "
         "consecutive_residual:NUMBER, compress_space[:CHANNELS], compress_time[:CHANNELS], attend_space, "
         "attend_time, linear_attend_space, gateloop_time, adaptive",
-        metavar="NAME[:N],...",
+        layer_names,
         title="model",
         architecture=True,
         requires=_HAS_LAYERS,

@@ -231,11 +231,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
         saved = read_yaml(path)
-        return rename_settings(saved) if isinstance(saved, dict) else {}
+        settings = rename_settings(saved) if isinstance(saved, dict) else {}
     except (OSError, ValueError) as error:
         raise ValueError(
             f"cannot resume: {path}: {error_text(error)}; restore it, or start over with --fresh"
         ) from None
+    # Earlier versions wrote a path as it was given, such as ~/photos.
+    return {name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
 def _was_started_by(folder: Path, torchruns: Collection[str]) -> bool:

@@ -15,7 +15,7 @@ from tandem.io import writing
 from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples
 from tandem.training.run_folder.starts import starts
 from tests.processes import Process
-from tests.scripts import VAE, files, metrics
+from tests.scripts import VAE, files, metrics, write_images
 from tests.training.disk import failing
 
 OF_A_RUN = {"output_dir": "runs/vae", "keep_n_checkpoints": 3, "on_bad_sample": "replace"}
@@ -134,6 +134,29 @@ def test_a_run_inside_a_folder_of_samples_is_refused_unless_it_is_hidden_there(
     for output in ("runs/vae", "photos.vae", ".", "photos/.runs/vae", "photos/../vae"):
         check_output_outside_samples(output, {"image_folder": "photos"})
     check_output_outside_samples("photos", {"image_folder": "demo:shapes", "audio_data": "photos/{0..9}.tar"})
+
+
+def test_a_run_inside_a_folder_of_samples_is_refused_when_the_home_folder_is_spelt_as_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_images(tmp_path / "photos", 16)
+    line = VAE.refused(tmp_path / "photos" / "run", *ONE, "--image_folder=~/photos")
+    assert f"is in --image_folder {tmp_path}/photos" in line
+
+
+def test_a_run_whose_config_yaml_has_a_tilde_is_resumed_without_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_images(tmp_path / "photos", 16)
+    said = [*ONE, "--image_folder=~/photos", "--batch_size", "4"]
+    config = VAE.train(tmp_path / "run", *said) / "config.yaml"
+    as_given = config.read_text().replace(f"image_folder: {tmp_path}/photos", "image_folder: ~/photos")
+    assert as_given.count("~/photos") == 1
+    config.write_text(as_given)
+    again = VAE.output_of(tmp_path / "run", *said, "--max_steps", "2")
+    assert "--max_steps was 1 and is now 2" in again and "image_folder was" not in again
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(
