@@ -243,10 +243,10 @@ def test_a_mistake_in_a_config_names_file_line_key_and_value(parser, config, tex
 # Flag whose values the command line joins -> a text of it.
 JOINED = {
     "attention_levels": "1,2", "betas": "0.5,0.9", "ch_mult": "1,2,2", "clip_frames": "1,5",
-    "condition_on": "image,text", "crop_area": "0.5,1", "discr_betas": "0.5,0.9", "fsq_levels": "8,5,5", "image_size": "16x32",
-    "layers": "compress_space:8,residual", "lr_drop_epochs": "10,20.5", "num_resnet_blocks": "1,2",
-    "profile_steps": "2:3", "report_to": "tensorboard,wandb", "time_levels": "0,1", "wandb_tags": "a b,010",
-    "zero_shot_templates": "a {}|the {}",
+    "condition_on": "image,text", "crop_area": "0.5,1", "discr_betas": "0.5,0.9", "fsq_levels": "8,5,5",
+    "image_size": "16x32", "layers": "compress_space:8,residual", "lr_drop_epochs": "10,20.5",
+    "num_resnet_blocks": "1,2", "profile_steps": "2:3", "report_to": "tensorboard,wandb", "time_levels": "0,1",
+    "wandb_tags": "a b,010", "zero_shot_templates": "a {}|the {}",
 }  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def test_a_config_that_cannot_be_read_is_named(parser, tmp_path):
         (["--x\x1b[2J\0"], "--x?[2J?"),
         (["--flip", "True"], "--flip is a switch without a value, got 'True': give --flip or --no-flip alone"),
         (["--no_mixing", "True"], "give --no_mixing or nothing alone"),
-        (["--image_folder", ""], "--image_folder: expected a path, got ''"),  # an unset "$FOLDER"
+        (["--output_dir", ""], "--output_dir expected a path, got ''"),  # an unset "$RUN"
         (["--distributed_backend", "dpp"], "expected one of auto, ddp; got 'dpp'; did you mean ddp?"),
     ],
 )
