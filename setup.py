@@ -1,6 +1,7 @@
 """Puts the scripts, configs/, docs/ and scripts/ into the package tandem when it is installed; in a checkout they stand
 beside it. pyproject.toml cannot express this, and has all other options."""
 
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -17,8 +18,12 @@ class BuildWithScripts(build_py):
         return modules
 
 
+# An editable installation has the packages alone. Then setuptools names this folder in a .pth file. For FOLDERS it
+# would install a finder, which Python asks last: a program beside a checkout called tandem would take the folder of the
+# checkout for the package.
+folders = {} if "editable_wheel" in sys.argv else FOLDERS
 setup(
-    packages=[*find_packages(include=["tandem*"]), *FOLDERS],
-    package_dir=FOLDERS,
+    packages=[*find_packages(include=["tandem*"]), *folders],
+    package_dir=folders or {"": "."},
     cmdclass={"build_py": BuildWithScripts},
 )

@@ -32,10 +32,10 @@ SHORT = ["--max_steps", "2", "--num_workers", "0", "--save_every_n_steps", "0", 
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """Build a "wheel" or an "sdist" of a folder of sources."""
+    """Build a "wheel", an "sdist" or an "editable" wheel of a folder of sources."""
     program = f"from setuptools.build_meta import build_{kind} as build; build({str(out)!r})"
     subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
-    (path,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    (path,) = out.glob("*.tar.gz" if kind == "sdist" else "*.whl")
     return path
 
 
@@ -58,8 +58,11 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment that holds the wheel."""
-    folder = tmp_path_factory.mktemp("installed") / "venv"
+    return install(wheel, tmp_path_factory.mktemp("installed") / "venv")
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """The folder of programs of a new environment that holds the wheel."""
     venv.create(folder, symlinks=True)
     bin_, (site,) = folder / "bin", (folder / "lib").glob("python*/site-packages")
     # A path in such a file does not make Python read the other .pth files there: an editable installation stays out.
@@ -171,6 +174,16 @@ _python_argcomplete tandem-train-vqgan configs/vae/d --config
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
     assert run(installed, tmp_path, "bash", "-c", program).split() == ["configs/vae/demo.yaml"]
+
+
+def test_a_program_beside_an_editable_checkout_called_tandem_finds_the_package(source: Path, tmp_path: Path) -> None:
+    """Though folders of the checkout, such as one of exported weights, are called like folders of the package."""
+    checkout = Path(shutil.copytree(source, tmp_path / "tandem", symlinks=True))
+    (checkout / "weights").mkdir()
+    bin_ = install(build("editable", checkout, tmp_path), tmp_path / "venv")
+    (tmp_path / "program.py").write_text("import tandem.weights.load\nprint(tandem.__version__, tandem.__file__)\n")
+    said = run(bin_, tmp_path, "python", "program.py")
+    assert str(checkout / "tandem" / "__init__.py") in said, said
 
 
 def test_the_tested_versions_are_ones_that_the_package_allows(wheel: Path) -> None:
