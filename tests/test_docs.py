@@ -172,6 +172,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in models.items():
         model.save_pretrained(folder / "runs" / name / "model")
     images, films = ["--image_folder", "demo:shapes:4"], ["--video_folder", "demo:moving:2"]
+    vqgan().save_pretrained(folder / "weights" / "photos")  # what docs/first_tokenizer.md exports
     for name, model, data in (
         ("codes", "vqgan-demo", images), ("latents", "latents", images), ("runs/video_vae/latents", "video_vae", films),
     ):  # fmt: skip

@@ -353,7 +353,7 @@ class Run:
             self._next_clock_step = step + updates
             minutes = self.config.max_minutes
             if minutes is not None and is_over and self._end_at(step + 1):
-                self.say(f"the {counted(minutes, 'minute')} of --max_minutes are over: one more update")
+                self.say(f"the {counted(minutes, 'minute')} of --max_minutes are over: the next update is the last")
 
     def _end_at(self, step: int) -> bool:
         """Let the run end after at most `step` updates. Return whether this shortens it."""

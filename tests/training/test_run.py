@@ -224,7 +224,10 @@ def test_a_run_whose_time_is_over_finishes_with_a_last_update_and_can_be_extende
     whole, run = tmp_path / "whole", tmp_path / "run"
     VAE.train(run, *SIX, *OVER, "--ema_decay", "0.5")
     said = capsys.readouterr().err
-    assert "the 1e-09 minutes of --max_minutes are over: one more update" in said and "finished: 2 updates" in said
+    assert (
+        "the 1e-09 minutes of --max_minutes are over: the next update is the last" in said
+        and "finished: 2 updates" in said
+    )
     assert names(run / "checkpoints") == ["latest", "step_00000002"] and (run / "model" / "config.json").is_file()
     assert names(run / "samples") == ["step_00000002.png"] and "valid/ema/loss" in metrics(run)[-1]
     VAE.train(run, *SIX, *OVER, "--ema_decay", "0.5")

@@ -144,7 +144,9 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
     """The state dict of a public package, on the CPU. Raises ValueError, in one line, if it has no such model."""
     config, package = model.config, layout.package
     if config["body"] != TAMING:
-        raise ValueError(f"{package} needs --body taming, and this model has --body {config['body']}")
+        raise ValueError(
+            f"a model for {package} has to be trained with --body taming, and this one has --body {config['body']}"
+        )
     if config["quantizer"] not in layout.quantizers:
         raise ValueError(f"{package} has only {' and '.join(layout.quantizers)}; this model has {config['quantizer']}")
     if config["quantizer"] == "vq" and config["vq_cosine"] not in layout.vq_cosine:
