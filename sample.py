@@ -184,14 +184,14 @@ def image_names(images: Any) -> list[str]:
 
 
 def check_masks(image_names: Sequence[str], mask_names: Sequence[str]) -> None:
-    """Raise ValueError, in one line, unless there is a mask for each image: of the same name, but for the ending; or,
-    if no name is shared, as many masks as images, in the order of both."""
+    """Raise ValueError, in one line, unless each image has a mask. The mask has the name of the image, but for the
+    ending. If images and masks share no name, they are paired in their order."""
     if len(image_names) != len(mask_names):
         raise ValueError(f"{len(image_names)} --images and {len(mask_names)} --masks: give one for each")
     images, masks = ([os.path.splitext(name)[0] for name in names] for names in (image_names, mask_names))
     if {*images} & {*masks} and images != masks:
         name = next(name for name, image, mask in zip(image_names, images, masks, strict=True) if image != mask)
-        raise ValueError(f"--masks has no mask of the name of {name}: give images and masks the same names")
+        raise ValueError(f"{name} of --images has no mask of the same name in --masks: give both the same names")
 
 
 def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:

@@ -31,7 +31,8 @@ class Launch:
     master_address: str = "127.0.0.1"
     master_port: int | None = None  # None: the launcher sets none
     is_restart: bool = False  # the launcher started the processes again after some had failed
-    #: The same for all processes of the launch, and another one for other launches; "" if the launcher does not say it.
+    #: Identifies the launch: its processes share this text, and other launches have others; "" if the launcher sets
+    #: no variable for it.
     job: str = ""
 
     @property

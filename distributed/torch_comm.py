@@ -123,7 +123,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     """
     if launch.is_root:
         store.set("job", launch.job)
-    all_jobs = store
+    all_jobs, is_store_of_this_job = store, False
     if launch.job:
         store = dist.PrefixStore(f"job {launch.job}", store)
     own_token, ranks, entries = uuid.uuid4().hex[:12], range(launch.world_size), []
@@ -134,11 +134,14 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     deadline, has_reported = start_time + timeout.total_seconds(), False
     tokens_digest = returned_digest = ""
     while time.monotonic() < deadline:
-        if all_jobs.check(["job"]) and (job := all_jobs.get("job").decode()) != launch.job:
-            raise RuntimeError(
-                f"the port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} is that of another job, "
-                f"{job!r}, and this one is {launch.job!r}: give each a MASTER_PORT of its own"
-            )
+        if not is_store_of_this_job and all_jobs.check(["job"]):
+            if (job := all_jobs.get("job").decode()) != launch.job:
+                raise RuntimeError(
+                    f"port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} belongs to another job "
+                    f"({job or 'without an id'}; this one is {launch.job or 'without an id'}): give each job its own "
+                    "MASTER_PORT"
+                )
+            is_store_of_this_job = True
         if not has_reported and time.monotonic() > start_time + REPORT_SECONDS:
             has_reported = True
             _report_missing(launch, [rank for rank, key in enumerate(token_keys) if not store.check([key])])

@@ -123,8 +123,9 @@ def start_training(
 
 
 def require_same_flags(parser: ArgumentParser, args: argparse.Namespace, processes: ProcessGroup) -> None:
-    """Raise UserMistake, in one line on every process, if a flag has another value on one of them: a command was edited
-    on one machine, or a process of another job has come to the port of this one. Collective."""
+    """Raise UserMistake, in one line on every process, if a flag has another value on one of them than on rank 0: a
+    user has edited the command on one machine, or a process of another job has connected to the port of this one.
+    Collective."""
     settings: dict[str, Any] = json.loads(json.dumps(parser.settings_of_all(args), default=str))
     root_settings = processes.broadcast_object(settings)
     with processes.raise_on_all_ranks():
@@ -132,7 +133,7 @@ def require_same_flags(parser: ArgumentParser, args: argparse.Namespace, process
             if root_settings.get(name) != value:
                 raise ValueError(
                     f"--{name} is {value} on rank {processes.rank} and {root_settings.get(name)} on rank 0: start all "
-                    "processes with the same flags, and each job on a machine with a MASTER_PORT of its own"
+                    "processes with the same flags; two jobs on one machine need a MASTER_PORT each"
                 )
 
 

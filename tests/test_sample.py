@@ -130,7 +130,7 @@ def test_a_mask_is_that_of_the_image_of_its_name_and_a_broken_image_is_named(at:
     last = max((tmp_path / "masks").iterdir())
     last.rename(last.with_name("other.png"))
     said = refusal(sample.main, *asked(tmp_path / "refused", *flags, at / "large", "--masks", tmp_path / "masks"))
-    assert f"--masks has no mask of the name of {last.name}" in said
+    assert f"{last.name} of --images has no mask of the same name" in said
     broken = shutil.copytree(at / "large", tmp_path / "broken")
     (broken / last.name).write_bytes(b"")
     said = refusal(sample.main, *asked(tmp_path / "refused", *flags, broken, "--masks", at / "masks"))

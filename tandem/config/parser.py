@@ -340,8 +340,8 @@ class ArgumentParser(argparse.ArgumentParser):
         }
 
     def settings_of_all(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Those of the `settings` that are the same on every process: not the paths, which may differ between machines,
-        and not how much a machine can do at once."""
+        """Those of the `settings` that have to be the same on every process: all but paths and
+        `_SETTINGS_OF_A_MACHINE`."""
         paths = {config_names(a)[0] for a in self._config_flags.values() if a.type in (PATH, FILE, FOLDER)}
         settings = self.settings(args).items()
         return {name: value for name, value in settings if name not in paths | _SETTINGS_OF_A_MACHINE}

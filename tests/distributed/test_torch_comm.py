@@ -108,7 +108,7 @@ def test_a_process_of_another_job_is_not_taken_for_one_of_this_job() -> None:
         places = [("7.0", 0, 0.2), ("7.0", 1, 0.4), ("7.1", 1, 0.0)]
         *own, other = threads.map(of_process, *zip(*places, strict=True))
     assert own == [Start(1, False)] * 2
-    assert isinstance(other, str) and "is that of another job, '7.0', and this one is '7.1'" in other
+    assert isinstance(other, str) and "belongs to another job (7.0; this one is 7.1): give each" in other
 
 
 @pytest.mark.parametrize(("came", "local_rank", "tells"), [(0, 0, True), (1, 0, True), (1, 1, False)])

@@ -176,7 +176,8 @@ class RunFolder:
         if fresh and files and not _was_started_by(self.path, self._torchruns):
             if set(Path(os.path.normpath(self.path)).parts) <= {".."}:  # "." is the folder, where it has moved to, too
                 raise ValueError(
-                    f"--fresh cannot move the folder aside that --output_dir calls {self.path}: give its whole path"
+                    f"--fresh moves the old run aside, and --output_dir {self.path} would still lead to it: give the "
+                    "whole path of the folder"
                 )
             with acquire_lock(self._lock_file, self._processes.heartbeat):
                 moved_to = str(move_aside(self.path))
