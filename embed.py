@@ -111,10 +111,10 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
     import numpy as np
 
     from tandem.data.sets import open_sounds_in_clips
-    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.embeddings import EMBEDDINGS
     from tandem.data.stores.encoding import encode_batches
-    from tandem.data.stores.output import OutputFolder, names_sha256
+    from tandem.data.stores.names import SampleNames
+    from tandem.data.stores.output import OutputFolder
     from tandem.data.stores.shards import EncodedShard, ShardWriter
     from tandem.embedding import open_embedder, unit_means
 
@@ -124,14 +124,13 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         sounds = open_sounds_in_clips(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
-        names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
-        ranges = time_ranges(sounds.source)  # start and end of each sound in its file; empty if all are whole files
+        names = SampleNames(sounds.source, lambda index: sounds.describe(index).removeprefix(folder))
     if sounds.skipped:
         say(sounds.skipped)
     settings = {
         "task": "embed", **embedder.identity, "dim": embedder.dim, "max_clips": args.max_clips,
         "batch_size": args.batch_size, **kernel_settings(args, processes),
-        "files": len(names), "names_sha256": names_sha256([*names, *ranges]),
+        "files": len(names), "names_sha256": names.sha256,
         "files_per_shard": args.files_per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=say)

@@ -242,9 +242,9 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
     import torch
 
-    from tandem.data.sources.rows import time_ranges
     from tandem.data.stores.latents import channel_lines, labels_line
-    from tandem.data.stores.output import OutputFolder, names_sha256
+    from tandem.data.stores.names import SampleNames
+    from tandem.data.stores.output import OutputFolder
     from tandem.data.stores.shards import PARTIAL
     from tandem.training.metrics.averages import code_statistics
 
@@ -254,8 +254,7 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
         processes.heartbeat("listing the samples", is_uninterrupted=True)
         sides, kind = args.image_size or model.image_size, coder.kind
         empty, row_settings, samples, compute = coder.open(sides)
-        names = [samples.name(index) for index in range(len(samples))]
-        parts = time_ranges(samples.source)  # of files, if a manifest states parts
+        names = SampleNames(samples.source, samples.name)
     if samples.skipped:
         processes.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
@@ -273,33 +272,37 @@ def encode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **model_settings, "num_codes": model.num_codes, **row_settings, "image_size": sides,
-        kind: len(names), "names_sha256": names_sha256([*names, *parts]), f"{kind}_per_shard": per_shard,
+        kind: len(names), "names_sha256": names.sha256, f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)
     shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n_new, bad, seconds = shards.fill(compute, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
     location = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
     processes.say(f"{counted(len(names) - bad, kind[:-1])} {location}")
-    if not model.num_codes:
-        with processes.raise_on_all_ranks():
-            stored: Any = coder.stored(output.path)
-            statistics = stored.channel_statistics(range(processes.rank, len(shards), processes.world_size))
-        all_statistics: dict[int, Any] = {}
-        for statistics_of_rank in processes.gather_objects(statistics):
-            # JSON, in which processes exchange objects, turns keys into texts.
-            all_statistics |= {int(shard): values for shard, values in statistics_of_rank.items()}
-        for line in channel_lines(all_statistics):
-            processes.say(line)
+    with processes.raise_on_all_ranks():
+        stored: Any = coder.stored(output.path)
+        shards_of_rank = range(processes.rank, len(shards), processes.world_size)
+        statistics = {} if model.num_codes else stored.channel_statistics(shards_of_rank)
+    all_statistics: dict[int, Any] = {}
+    for statistics_of_rank in processes.gather_objects(statistics):
+        # JSON, in which processes exchange objects, turns keys into texts.
+        all_statistics |= {int(shard): values for shard, values in statistics_of_rank.items()}
+    for text in channel_lines(all_statistics):
+        processes.say(text)
     if kind == "images" and len(names) > bad:
+        labels, n_partial, first_partial = set[int | None](), 0, ""
         with processes.raise_on_all_ranks():
-            lines = list(coder.stored(output.path).lines())
-        processes.say(labels_line({line.get("label") for line in lines}))
-        if partly_read := [line for line in lines if PARTIAL in line]:
-            first = f"{partly_read[0]['path']}: {partly_read[0][PARTIAL]}"
-            processes.say(f"read only in part: {counted(len(partly_read), 'image')}, such as {first}")
+            for line in stored.lines():
+                labels.add(line.get("label"))
+                if PARTIAL in line:
+                    n_partial += 1
+                    first_partial = first_partial or f"{line['path']}: {line[PARTIAL]}"
+        processes.say(labels_line(labels))
+        if n_partial:
+            processes.say(f"read only in part: {counted(n_partial, 'image')}, such as {first_partial}")
     if args.report and model.num_codes:
         with processes.raise_on_all_ranks():
-            counts = coder.stored(output.path).count_codes(range(processes.rank, len(shards), processes.world_size))
+            counts = stored.count_codes(shards_of_rank)
         usage = code_statistics(processes.sum(torch.from_numpy(counts).to(processes.device)).cpu())
         if n_new:
             speed = f"{counted(n_new, kind[:-1])} in {seconds:.3g} s, {n_new / seconds:.3g} {kind}/s"
@@ -321,7 +324,7 @@ def shares_encoder(name: str, sha256: Any) -> bool:
 
 def decode(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Decode a folder of codes or latents to images or videos. Raises AskedToStop after a signal."""
-    from tandem.data.stores.codes import decoded_files
+    from tandem.data.stores.codes import DecodedFiles
     from tandem.data.stores.output import OutputFolder
 
     fetch_model(args.model, processes)
@@ -333,17 +336,17 @@ def decode(args: argparse.Namespace, processes: ProcessGroup) -> None:
             raise ValueError(
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )
-        files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
-        if args.sound_from and len({line["path"] for line in codes.lines()}) < sum(map(len, files)):
+        files = DecodedFiles(Path(args.output), codes, coder.ending, coder.frames_per_code)
+        if args.sound_from and files.share_originals():
             raise ValueError("--sound_from: some videos are parts of one file, and only its whole sound can be read")
     sound = {"with_sound": True} if args.sound_from else {}
     settings = {"task": "decode", **model_settings, **sound, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, processes, fresh=args.fresh, say=processes.say)
-    for shard in output.rounds(range(len(files)), "decoded"):
+    for shard in output.rounds(range(len(codes.counts)), "decoded"):
         with processes.raise_on_all_ranks():
             if shard is not None:
-                coder.write(codes, shard, files[shard])
-    processes.say(f"{counted(sum(map(len, files)), coder.kind[:-1])}: {args.output}")
+                coder.write(codes, shard, files.of_shard(shard))
+    processes.say(f"{counted(sum(codes.counts), coder.kind[:-1])}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -58,13 +58,21 @@ def test_embeddings_are_those_of_the_model_on_evenly_spread_clips(max_clips, mod
         assert found[name].dtype == np.float32 and np.linalg.norm(found[name]) == pytest.approx(1, abs=1e-6)
 
 
-def test_a_manifest_and_the_demonstration_are_embedded_like_files(whole, model, source, tmp_path):
-    rows = f"{source}/long.wav,,\n{source}/a.wav,,\n{source}/long.wav,1,2.5\n"
+def test_a_manifest_and_the_demonstration_are_embedded_like_files(whole, model, source, tmp_path, capsys):
+    (tmp_path / "broken.wav").touch()
+    rows = f"{source}/long.wav,,\n{source}/a.wav,,\n{source}/long.wav,1,2.5\nbroken.wav,7,\n"
     (tmp_path / "set.csv").write_text(f"path,start_s,end_s\n{rows}")
     index = EMBED.fill(model, tmp_path / "set.csv", tmp_path / "index")
-    assert [line["path"] for line in lines(index / "index.jsonl")] == [
-        f"{source}/{n}.wav" for n in ("long", "a", "long")
-    ]
+    part, broken = {"start_seconds": 1, "end_seconds": 2.5}, str(tmp_path / "broken.wav")
+    assert [{key: line[key] for key in ("path", *part) if key in line} for line in lines(index / "index.jsonl")] == [
+        {"path": f"{source}/long.wav"}, {"path": f"{source}/a.wav"}, {"path": f"{source}/long.wav", **part}
+    ]  # fmt: skip
+    assert f"cannot read {broken} from 7 s: " in capsys.readouterr().out
+    assert [bad | {"reason": ""} for bad in EMBED.bad(index)] == [{"path": broken, "start_seconds": 7, "reason": ""}]
+    (answer,) = answers(capsys, model, index, "a dog")
+    assert sum(part.items() <= match.items() for match in answer["matches"]) == 1
+    embed.main(["--model", str(model), "--index", str(index), "--query", "a dog"])
+    assert capsys.readouterr().out.count("/long.wav from 1 s to 2.5 s\n") == 1
     (tmp_path / "part").mkdir()
     samples, rate = soundfile.read(source / "long.wav", dtype="float32")
     soundfile.write(tmp_path / "part" / "p.wav", samples[rate : round(2.5 * rate)], rate, subtype="FLOAT")

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 import tarfile
+import tracemalloc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import filling
 import numpy as np
@@ -26,6 +28,9 @@ from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.data.feed import to_unit_range
 from tandem.data.sets import open_images
 from tandem.data.stores.codes import StoredCodes, code_dtype
+from tandem.data.stores.output import names_sha256
+from tandem.data.stores.shards import EncodedShard
+from tandem.io.reading import read_bytes, read_json
 from tandem.models import DiscreteVAE
 from tandem.training.metrics.averages import code_statistics
 from tests.scripts import VQGAN, files, lines, refusal
@@ -127,6 +132,49 @@ def test_images_in_tars_get_the_codes_of_their_folder(codes, model, source, tmp_
             tar.add(source / name, name)
     from_tar = TOKENIZE.fill(model, tmp_path / "all.tar", tmp_path / "codes")
     assert files(from_tar) == files(codes)
+
+
+def test_members_of_several_tars_that_share_a_name_have_the_names_of_their_tars_too(model, source, tmp_path, capsys):
+    """Their labels are as before, and so are the names by which a folder of an earlier version is continued."""
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    for name, cat in (("a", source / "a.png"), ("b", tmp_path / "broken.png")):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            tar.add(source / "b.jpg", "dogs/1.jpg")
+            tar.add(cat, "cats/1.png")
+    codes = TOKENIZE.fill(model, tmp_path / "*.tar", tmp_path / "codes")
+    assert capsys.readouterr().out.count(f"cannot read {tmp_path}/b.tar/cats/1.png: ") == 1
+    found = lines(codes / "index.jsonl")
+    assert [line["path"] for line in found] == ["a.tar/dogs/1.jpg", "a.tar/cats/1.png", "b.tar/dogs/1.jpg"]
+    assert [line["label"] for line in found] == [1, 0, 1]
+    assert [bad["path"] for bad in TOKENIZE.bad(codes)] == ["b.tar/cats/1.png"]
+    assert index(codes)["names_sha256"] == names_sha256(["dogs/1.jpg", "cats/1.png"] * 2)
+    decode(model, codes, tmp_path / "images")
+    assert len([*(tmp_path / "images").glob("?.tar/*/1.png")]) == 3
+
+
+def test_a_run_holds_less_than_a_line_of_the_index_for_each_image(model, tmp_path, monkeypatch):
+    """Each process reads the whole index. The loader and the model are replaced by ones that take no time."""
+
+    def encode_batches(load: Any, describe: Any, shards: Any, encode: Any, **options: Any) -> Any:
+        codes = torch.zeros(500, 4, 4, dtype=torch.uint8)
+        return (EncodedShard([codes[: len(items)]], [{"label": index % 7} for index in items], []) for items in shards)
+
+    monkeypatch.setattr("tandem.coders.images.encode_batches", encode_batches)
+    monkeypatch.setattr("tandem.coders.images.decode_images", lambda *values, **options: None)
+    for read in (read_bytes, read_json):
+        monkeypatch.setattr(read, "__defaults__", (1 << 20,))  # the longest file, for which memory is reserved
+    peaks, last = {}, {}
+    for n in (11_000, 1000, 11_000):  # the first time, modules are imported and Python's tables grow
+        tracemalloc.start()
+        try:
+            codes = TOKENIZE.fill(model, f"demo:shapes:{n}", tmp_path / f"{n}", "--images_per_shard", 500)
+            decode(model, codes, tmp_path / f"images of {n}")
+            peaks[n] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        last[n] = lines(codes / "index.jsonl")[-1]
+    assert last[11_000] == {"path": "demo:shapes[10999]", "shard": 21, "row": 499, "label": 10_999 % 7}
+    assert (peaks[11_000] - peaks[1000]) / 10_000 < 200, peaks
 
 
 @pytest.mark.parametrize(("num_codes", "dtype"), [(256, "uint8"), (257, "uint16"), (65537, "int32")])

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 
-from tandem.data.stores.codes import output_names
+from tandem.data.stores.codes import OutputNames
 from tandem.data.stores.latents import open_labelled
 from tandem.io import writing
 from tandem.training.noise import Noise
@@ -226,7 +226,7 @@ def test_images_that_a_manifest_names_elsewhere_are_encoded_and_decoded_below_th
     SCRIPT.main([str(word) for word in SCRIPT.use(model, encoded, tmp_path / "images")])
     relative = [name.removeprefix("..").lstrip("/") for name in names]
     assert {str(path.relative_to(tmp_path / "images")) for path in (tmp_path / "images").rglob("*.png")} == {
-        *output_names(relative, [".png"] * 3)
+        *output_names(relative)
     }
 
 
@@ -237,12 +237,19 @@ def test_that_no_image_has_a_class_is_said(model, source, tmp_path, capsys):
     assert "labels: all 0; a class is a column cls or label" in "".join(capsys.readouterr())
 
 
+def output_names(paths: list[str]) -> list[str]:
+    names = OutputNames((path, ".png") for path in paths)
+    return [names.name(position, path, ".png") for position, path in enumerate(paths)]
+
+
 def test_outputs_have_different_names_below_their_folder():
-    names = output_names(["../a.png", "/a.png", "a.png", "b/../../../c.png"], [".png"] * 4)
+    assert output_names(["a.jpg", "b.jpg", "b.webp"]) == ["a.png", "b.jpg.png", "b.webp.png"]
+    assert output_names(["a.jpg", "a.jpg", "c.jpg"]) == ["a.jpg-0.png", "a.jpg-1.png", "c.jpg-2.png"]
+    names = output_names(["../a.png", "/a.png", "a.png", "b/../../../c.png"])
     assert len(set(names)) == 4 and not any(".." in Path(name).parts or name.startswith("/") for name in names)
     for path in ("..", "/", "", "a\0b"):
         with pytest.raises(ValueError, match="no path of a file"):
-            output_names([path], [".png"])
+            output_names([path])
 
 
 def test_classes_of_a_table_have_the_numbers_that_they_have_there(source, tmp_path):

@@ -111,9 +111,11 @@ def read_bytes(path: str | Path, limit: int = LONGEST_FILE_BYTES) -> bytes:
     return content
 
 
-def read_lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a file of any length. Raises OSError; ValueError if it is no regular file or a line is too long."""
+def read_lines(path: str | Path, first_byte: int = 0) -> Iterator[bytes]:
+    """The lines of a file of any length, from a byte on. Raises OSError; ValueError if it is no regular file or a line
+    is too long."""
     with open_regular(path) as file:
+        file.seek(first_byte)
         while line := file.readline(_LONGEST_LINE + 1):
             if len(line) > _LONGEST_LINE:
                 raise ValueError(f"a line of {os.path.basename(path)} is longer than {_LONGEST_LINE} bytes")

@@ -93,6 +93,11 @@ class ManifestSource(Rows):
         """The path as in the manifest; an address without passwords, because stores save the name."""
         return redact(self._path_in_row(index))
 
+    def part(self, index: int) -> dict[str, float]:
+        """The start_seconds and end_seconds of a row that are not those of the whole file."""
+        cells = self.cells(index)
+        return {name: cells[name] for name in ("start_seconds", "end_seconds") if name in cells}
+
     def _path_in_row(self, index: int) -> str:
         return path_of(self.cells(index), next(iter(self.columns)).noun)
 

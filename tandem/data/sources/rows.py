@@ -100,11 +100,12 @@ class Rows:
             raise ValueError(f"its {spec.noun} is no list of numbers, nor a list of such lists of one length") from None
 
 
-def time_ranges(source: RecordSource) -> list[str]:
-    """A text for each record: its start and end in its file, in seconds, or its invalid cells. Empty if all records are
-    whole files."""
-    ranges = [*map(_describe_range, source.times())] if isinstance(source, Rows) else []
-    return ranges if {*ranges} - {_describe_range({})} else []
+def time_ranges(source: RecordSource) -> Iterator[str]:
+    """A text for each record: its start and end in its file, in seconds, or its invalid cells. Nothing if all records
+    are whole files."""
+    whole = _describe_range({})
+    if isinstance(source, Rows) and any(text != whole for text in map(_describe_range, source.times())):
+        yield from map(_describe_range, source.times())
 
 
 def _describe_range(cells: Mapping[str, Any]) -> str:

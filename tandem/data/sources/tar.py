@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tandem.io.reading import READ_ERRORS, counted, error_text, wrong_kind_text
 
-from .files import RandomAccessFile, is_url
+from .files import RandomAccessFile, is_url, redact
 from .folder import about_skipped, ending_of, skipped_line
 from .index import IndexData, PackedStrings, cached_index, fingerprint_of, largest
 from .record import FieldSpec, FileRef, Record, open_range
@@ -152,7 +152,7 @@ class TarSource:
         return self._names[index]
 
     def describe(self, index: int) -> str:
-        return f"{self.path(index)}/{self._names[index]}"
+        return f"{redact(self.path(index))}/{self._names[index]}"
 
 
 def _column_names(spec: FieldSpec) -> list[str]:

@@ -18,6 +18,9 @@ the number of frames before encoding, and the frames per second (null: an image)
     {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
     line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
 
+A part of a file, by a manifest, has the path of the file and "start_seconds" and "end_seconds", as far as the manifest
+states them. If members of several tars share a name, paths begin with that of the tar, "0001.tar/cats/1.jpg".
+
 Videos encoded with --keep_aspect, which differ in shape from one another, have rows of a single code, (n,), in the
 order of frames, lines and columns; then "grid" in index.json, the shape of a row, is [], and each line has the shape of
 its frames, (h, w):
@@ -34,7 +37,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -47,8 +49,10 @@ from PIL import Image
 from torch import Tensor
 
 from tandem.devices import on_host
-from tandem.io.reading import open_regular
+from tandem.hashing import derive_key
+from tandem.io.reading import open_regular, parse_json, read_lines
 
+from .names import PART_KEYS, all_differ
 from .output import create_file
 from .shards import COUNT, GRID, LINES_FILE, Column, StoredArrays, explain_errors, row_blocks, row_count, stays_inside
 
@@ -75,32 +79,43 @@ class StoredCodes(StoredArrays):
     """A complete folder of codes. The constructor and the methods raise ValueError, in one line, if there are no codes,
     or they are incomplete, or a file does not agree with the index.
 
-    by_shard: the lines of index.jsonl, one list per shard.
+    counts: the number of items of each shard.
     """
 
     name: ClassVar[str] = CODES
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder, self.name)
-        shards = self.index["shards"]
-        self.by_shard: list[list[Mapping[str, Any]]] = [[] for _ in shards]
+        shards, n_bytes, last = self.index["shards"], 0, 0
+        self.counts = [0] * len(shards)
+        self._first_bytes = [0] * len(shards)  # of the lines of each shard in index.jsonl
         rows = [0] * len(shards)
         with explain_errors(self.folder / LINES_FILE):
-            for line in self.lines():
+            for text in self._line_texts():
+                line = parse_json(text)
                 shard, count = line["shard"], line.get(COUNT, 1)
                 if not isinstance(line["path"], str):
                     raise ValueError(f"it names {str(line['path'])[:40]!r}, which is no path")
-                if type(shard) is not int or not 0 <= shard < len(rows) or line["row"] != rows[shard]:
+                if type(shard) is not int or not last <= shard < len(rows) or line["row"] != rows[shard]:
                     raise ValueError(f"it is not in order at {line['path']!r}")
                 if type(count) is not int or count < 1:
                     raise ValueError(f"{line['path']!r} has {count!r} rows")
                 grid = line.get(GRID)
                 if not (_is_grid(grid) if self.has_own_shapes else grid is None):
                     raise ValueError(f"{line['path']!r} has a grid of {str(grid)[:40]}")
-                self.by_shard[shard].append(line)
+                if not self.counts[shard]:
+                    self._first_bytes[shard] = n_bytes
+                self.counts[shard] += 1
                 rows[shard] += row_count(line)
+                n_bytes, last = n_bytes + len(text), shard
             if rows != [entry["rows"] for entry in shards]:
                 raise ValueError("its numbers of rows are not those of the index")
+
+    def lines_of(self, shard: int) -> list[Mapping[str, Any]]:
+        """The lines of index.jsonl of a shard, which the constructor has checked."""
+        with explain_errors(self.folder / LINES_FILE):
+            texts = read_lines(self.folder / LINES_FILE, self._first_bytes[shard])
+            return [parse_json(text) for text in itertools.islice(texts, self.counts[shard])]
 
     @property
     def has_own_shapes(self) -> bool:
@@ -139,23 +154,35 @@ class StoredCodes(StoredArrays):
         return codes.reshape(-1, *sides, *codes.shape[1:])
 
 
-def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> list[list[Path]]:
-    """The output paths, one list per shard: with this ending (FRAME_FOLDER: a folder of PNGs), or .png for a video of
-    one frame. See `output_names`. `frames_per_code` is None for a model of images.
+class DecodedFiles:
+    """The output paths of the items of each shard, each with this ending (FRAME_FOLDER: a folder of PNGs), or .png for
+    a video of one frame; see `OutputNames`. Only two numbers for each item are in memory.
 
-    Raises ValueError, in one line, if the index is damaged.
+    `frames_per_code` is None for a model of images. Raises ValueError, in one line, if the index is damaged.
     """
-    lines = [line for shard_lines in codes.by_shard for line in shard_lines]
-    with explain_errors(codes.folder / LINES_FILE):
-        if frames_per_code is not None:
-            for line in lines:
-                _check_line(line, frames_per_code)
-        elif codes.has_own_shapes:
-            raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
-        is_video = frames_per_code is not None
-        endings = [".png" if is_video and line["frames"] == 1 else ending for line in lines]
-    names = iter(output_names([line["path"] for line in lines], endings))
-    return [[folder / next(names) for _ in shard_lines] for shard_lines in codes.by_shard]
+
+    def __init__(self, folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> None:
+        self._folder, self._codes, self._ending, self._is_video = folder, codes, ending, frames_per_code is not None
+        with explain_errors(codes.folder / LINES_FILE):
+            if frames_per_code is not None:
+                for line in codes.lines():
+                    _check_line(line, frames_per_code)
+            elif codes.has_own_shapes:
+                raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
+        self._names = OutputNames(map(self._path_and_ending, codes.lines()))
+
+    def of_shard(self, shard: int) -> list[Path]:
+        first = sum(self._codes.counts[:shard])
+        pairs = map(self._path_and_ending, self._codes.lines_of(shard))
+        return [self._folder / self._names.name(number, *pair) for number, pair in enumerate(pairs, first)]
+
+    def share_originals(self) -> bool:
+        """Whether some items are parts of one file."""
+        is_part = any(not line.keys().isdisjoint(PART_KEYS) for line in self._codes.lines())
+        return is_part or not all_differ(line["path"] for line in self._codes.lines())
+
+    def _path_and_ending(self, line: Mapping[str, Any]) -> tuple[str, str]:
+        return line["path"], ".png" if self._is_video and line["frames"] == 1 else self._ending
 
 
 def _is_grid(grid: Any) -> bool:
@@ -212,7 +239,7 @@ def decode_videos(
     ValueError, in one line, if the codes are damaged or a file cannot be written.
     """
     read = codes.open_shard(shard)
-    for line, path in zip(codes.by_shard[shard], files, strict=True):
+    for line, path in zip(codes.lines_of(shard), files, strict=True):
         frames = itertools.islice(pixels_of(_read_video(read, line), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)
@@ -277,17 +304,31 @@ def make_relative(path: str) -> str:
     return relative
 
 
-def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
-    """The output name for each path: its ending is replaced. If two names were equal (a.jpg and a.webp), the new ending
-    is appended instead; if they are still equal, as for two parts of one file, the position in the list is inserted
-    before it. Raises what `make_relative` raises."""
-    pairs = [(make_relative(path), ending) for path, ending in zip(paths, endings, strict=True)]
-    replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in pairs]
-    appended = [path + ending for path, ending in pairs]
-    counts = Counter(replaced)
-    preferred = [name if counts[name] == 1 else longer for name, longer in zip(replaced, appended, strict=True)]
-    numbered = [f"{path}-{i}{ending}" for i, (path, ending) in enumerate(pairs)]
-    return next((names for names in (preferred, appended) if len(set(names)) == len(names)), numbered)
+class OutputNames:
+    """The output names of paths, each with an ending that replaces its own. If two names were equal (a.jpg and a.webp),
+    the new ending is appended instead; if they are still equal, as for two parts of one file, the position in the list
+    is inserted before it. Raises what `make_relative` raises. Of each name only a number of 64 bits is in memory."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        keys = (derive_key(name) for pair in pairs for name in _possible_names(*pair))
+        replaced, appended = np.fromiter(keys, np.uint64).reshape(-1, 2).T
+        _, places, counts = np.unique(replaced, return_inverse=True, return_counts=True)
+        is_replaced = counts[places] == 1
+        all_differ = len(np.unique(np.where(is_replaced, replaced, appended))) == len(replaced)
+        self._is_replaced = is_replaced & all_differ
+        self._is_numbered = not all_differ and len(np.unique(appended)) < len(appended)
+
+    def name(self, position: int, path: str, ending: str) -> str:
+        """The output name of the pair at a position."""
+        replaced, appended = _possible_names(path, ending)
+        if self._is_numbered:
+            return f"{appended.removesuffix(ending)}-{position}{ending}"
+        return replaced if self._is_replaced[position] else appended
+
+
+def _possible_names(path: str, ending: str) -> tuple[str, str]:
+    relative = make_relative(path)
+    return str(PurePosixPath(relative).with_suffix(ending)), relative + ending
 
 
 def is_complete(path: Path) -> bool:

@@ -2,7 +2,8 @@
 
     index/embeddings-00000.safetensors    "embeddings" float32 (n, d), each row of length 1
     index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order;
-                                          with "captions": ["..."] where a sound has some
+                                          with "captions": ["..."] where a sound has some, "start_seconds" and
+                                          "end_seconds" where a manifest states a part of a file
     index/index.json                      settings, checksums and unreadable files; see shards.py
 
 Loading needs no code of this repository:
@@ -16,13 +17,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.io.reading import BYTE_ORDER_MARK, error_text, plain_text, read_bytes, text_lines
 
+from .names import PART_KEYS, part_text
 from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explain_errors
 
 EMBEDDINGS = "embeddings"
@@ -32,12 +34,19 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Match(NamedTuple):
-    """A match of a query: its rank from 1 on, its cosine to the query, its path, and its first caption, if any."""
+    """A match of a query: its rank from 1 on, its cosine to the query, its path, its first caption, if any, and its
+    part of the file, if a manifest states one."""
 
     rank: int
     cosine: float
     path: str
     caption: str | None = None
+    start_seconds: float | None = None
+    end_seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is known of the match."""
+        return {key: value for key, value in self._asdict().items() if value is not None}
 
 
 class QueryResult(NamedTuple):
@@ -48,16 +57,16 @@ class QueryResult(NamedTuple):
 
     def as_table(self) -> str:
         """For people: the query, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
-        width = max((len(match.path) for match in self.matches if match.caption), default=0)
+        names = [match.path + part_text(match.to_dict()) for match in self.matches]
+        width = max((len(name) for name, match in zip(names, self.matches, strict=True) if match.caption), default=0)
         lines = [self.query, f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()]
-        for rank, cosine, path, caption in self.matches:
-            lines.append(f"{rank:4d}  {cosine:6.3f}  {path:{width}}  {caption or ''}".rstrip())
+        for name, match in zip(names, self.matches, strict=True):
+            lines.append(f"{match.rank:4d}  {match.cosine:6.3f}  {name:{width}}  {match.caption or ''}".rstrip())
         return "\n".join([*lines, ""]).encode(errors="backslashreplace").decode()
 
     def as_json(self) -> str:
-        """For programs, in one line. A match without caption has no such key."""
-        matches = [{k: v for k, v in match._asdict().items() if v is not None} for match in self.matches]
-        return json.dumps({"query": self.query, "matches": matches})
+        """For programs, in one line. A match has no key for what it lacks, such as a caption."""
+        return json.dumps({"query": self.query, "matches": [match.to_dict() for match in self.matches]})
 
 
 class StoredEmbeddings(StoredArrays):
@@ -114,13 +123,14 @@ class StoredEmbeddings(StoredArrays):
             for best in zip(rows.tolist(), cosines, strict=True)
         ]
 
-    def _read_files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
-        """The path, and the caption if there is one, of each of these rows."""
-        files: dict[int, tuple[str, str | None]] = {}
+    def _read_files(self, rows: Collection[int]) -> dict[int, tuple[Any, ...]]:
+        """What the `Match` of each of these rows has from the path on."""
+        files: dict[int, tuple[Any, ...]] = {}
         with explain_errors(self.folder / LINES_FILE):
             for row, line in enumerate(self.lines()):
                 if row in rows:
-                    files[row] = str(line["path"]), next(map(str, line.get("captions", [])), None)
+                    part = (float(line[key]) if key in line else None for key in PART_KEYS)
+                    files[row] = str(line["path"]), next(map(str, line.get("captions", [])), None), *part
             if len(files) != len(rows):
                 raise ValueError("its number of lines is not that of the index")
         return files

@@ -174,9 +174,12 @@ def sha256_of(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def names_sha256(names: Sequence[str]) -> str:
-    """Hexadecimal SHA-256 of a list of paths: each in the bytes of the file system, followed by a zero byte."""
-    return hashlib.sha256(b"".join(os.fsencode(name) + b"\0" for name in names)).hexdigest()
+def names_sha256(names: Iterable[str]) -> str:
+    """Hexadecimal SHA-256 of paths: each in the bytes of the file system, followed by a zero byte."""
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(os.fsencode(name) + b"\0")
+    return digest.hexdigest()
 
 
 def _shorten(value: Any) -> str:

@@ -10,6 +10,7 @@ index.json                settings, checksums and unreadable items; if it exists
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -31,6 +32,7 @@ from tandem.data.bad_samples import BadSample, BadSampleLog
 from tandem.io.reading import READ_ERRORS, check_regular, error_text, parse_json, read_bytes, read_lines
 from tandem.io.renamed import rename_settings
 
+from .names import SampleNames
 from .output import OutputFolder, json_bytes
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
@@ -72,13 +74,13 @@ class ShardWriter:
     Args:
         name: Name of the array in each file, and the beginning of the file's name.
         empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
-        names: Relative paths of all items, in order.
+        names: Of all items, in order.
         per_shard: Items of a shard, readable or not; the last may have fewer.
         npy: Whether `arrays` are written, too, for programs that cannot read safetensors.
     """
 
     def __init__(
-        self, output: OutputFolder, name: str, empty: Any, names: Sequence[str], per_shard: int, *, npy: bool = False
+        self, output: OutputFolder, name: str, empty: Any, names: SampleNames, per_shard: int, *, npy: bool = False
     ) -> None:
         self.output, self._name, self._names, self._with_npy = output, name, names, npy
         self._empty = torch.as_tensor(empty)
@@ -175,7 +177,7 @@ class ShardWriter:
                 processes.heartbeat("trying what could not be read")
                 bad += self._finish(encoded)
         reasons = processes.gather_objects([[sample.index, sample.reason] for sample in bad])
-        return [BadSample(index, self._names[index], reason) for index, reason in sorted(itertools.chain(*reasons))]
+        return [BadSample(index, "", reason) for index, reason in sorted(itertools.chain(*reasons))]
 
     def _finish(self, encoded: Any) -> list[BadSample]:
         """The items of an encoded shard, which is not written, that could not be read."""
@@ -183,7 +185,7 @@ class ShardWriter:
         return bad
 
     def _check_shard(self, shard: int) -> list[BadSample]:
-        """The items of a shard that could not be read, by relative path. Raises one of `_READ_ERRORS` if there is no
+        """The items of a shard that could not be read, without their names. Raises one of `_READ_ERRORS` if there is no
         such shard, or it does not agree with its metadata."""
         metadata = self._read_metadata(shard)
         count, empty = _count_rows(metadata["notes"]), self.columns(self._empty, [], [])
@@ -192,31 +194,38 @@ class ShardWriter:
         open_columns(self.output.path / self._file_name(shard), shapes, dtypes, metadata["sha256"])
         if len(metadata["notes"]) + len(metadata["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
-        return [BadSample(index, self._names[index], reason) for index, reason in metadata["bad"]]
+        return [BadSample(index, "", reason) for index, reason in metadata["bad"]]
 
     def _write_index(self, count_key: str) -> None:
-        """Write index.jsonl, then index.json. All shards must exist."""
-        lines: list[dict[str, Any]] = []
-        shards, bad = [], []
-        for shard, items in enumerate(self._items):
-            metadata, row = self._read_metadata(shard), 0
-            reasons, entries = dict(metadata["bad"]), iter(metadata["notes"])
-            for index in items:
-                path = self._names[index]
-                if index in reasons:
-                    bad.append({"path": path, "reason": reasons[index]})
-                else:
-                    lines.append({"path": path, "shard": shard, "row": row, **next(entries)})
-                    row += row_count(lines[-1])
-            shards.append({"file": self._file_name(shard), "rows": row, "sha256": metadata["sha256"]})
-        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        self.output.write(LINES_FILE, text)
-        totals = {count_key: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
+        """Write index.jsonl, line by line, so that the memory does not grow with the number of items, then index.json.
+        All shards must exist."""
+        digest, shards, bad = hashlib.sha256(), list[dict[str, Any]](), list[dict[str, Any]]()
+
+        def lines() -> Iterator[bytes]:
+            for shard, items in enumerate(self._items):
+                with explain_errors(self.output.path / self._file_name(shard)):
+                    metadata, row = self._read_metadata(shard), 0
+                reasons, entries = dict(metadata["bad"]), iter(metadata["notes"])
+                for index in items:
+                    name = self._names.entry(index)
+                    if index in reasons:
+                        bad.append({**name, "reason": reasons[index]})
+                        continue
+                    line = {**name, "shard": shard, "row": row, **next(entries)}
+                    row += row_count(line)
+                    text = (json.dumps(line) + "\n").encode()
+                    digest.update(text)
+                    yield text
+                shards.append({"file": self._file_name(shard), "rows": row, "sha256": metadata["sha256"]})
+
+        self.output.write(LINES_FILE, lines())
+        totals = {count_key: len(self._names) - len(bad), "lines_sha256": digest.hexdigest()}
         self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **totals, "shards": shards, "bad": bad}))
 
     def _report_bad(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
         """Report the items that any process could not read, each once. Collective."""
-        new = log.share(bad, self.output.processes.gather_objects)
+        named = [dataclasses.replace(sample, path=self._names.describe(sample.index)) for sample in bad]
+        new = log.share(named, self.output.processes.gather_objects)
         with self.output.processes.raise_on_all_ranks():
             if new and stop:
                 raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
@@ -260,10 +269,13 @@ class StoredArrays:
 
     def lines(self) -> Iterator[Mapping[str, Any]]:
         """The lines of index.jsonl, one at a time. Their checksum is compared at the end."""
+        return map(parse_json, self._line_texts())
+
+    def _line_texts(self) -> Iterator[bytes]:
         digest = hashlib.sha256()
         for text in read_lines(self.folder / LINES_FILE):
             digest.update(text)
-            yield parse_json(text)
+            yield text
         if digest.hexdigest() != self.index["lines_sha256"]:
             raise ValueError("its checksum is not that of the index")
 

@@ -203,10 +203,10 @@ def test_the_parts_of_files_are_known_from_the_columns_of_times_alone_and_a_bad_
     source = opened(write(tmp_path / "table", images(start_seconds=times)))
     read, columns = source._read_part, set[str]()
     source._read_part = lambda number, chosen: columns.update(chosen) or read(number, chosen)
-    assert time_ranges(source)[:3] == ["0.0 inf", "1.5 inf", "[None, None, -1.0, None]"]
+    assert [*time_ranges(source)][:3] == ["0.0 inf", "1.5 inf", "[None, None, -1.0, None]"]
     assert columns == {"start_seconds"}
     assert "which is no time" in one_line(source.record, 2) and source.record(1)["image"].start_seconds == 1.5
-    assert not time_ranges(opened(write(tmp_path / "whole", images(start_seconds=[None] * len(images())))))
+    assert not [*time_ranges(opened(write(tmp_path / "whole", images(start_seconds=[None] * len(images())))))]
 
 
 def test_a_cell_that_a_small_file_repeats_is_read_once(tmp_path):
