@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -30,9 +31,20 @@ def test_help_imports_nothing_that_takes_long(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", PROGRAMS)
-def test_each_program_says_its_version(script: str) -> None:
-    done = subprocess.run([sys.executable, script, "--version"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"tandem-training {__version__}\n", "")
+def test_each_program_says_its_version_and_any_name_of_a_file_in_any_encoding(script: str) -> None:
+    code = (
+        "import atexit, runpy, sys\n"
+        "for file in (sys.stderr, sys.stdout):\n"
+        "    atexit.register(lambda file=file: print('\\xe9\\udce9', file=file))\n"
+        f"sys.argv = [{script!r}, '--version']\n"
+        f"runpy.run_path({script!r}, run_name='__main__')"
+    )
+    for encoding, name in (("ascii:strict", r"\xe9\udce9"), ("utf-8:strict", r"é\udce9")):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", env=environment)
+        assert (done.returncode, done.stdout) == (0, f"tandem-training {__version__}\n{name}\n"), done
+        assert done.stderr == f"{name}\n"
 
 
 def said(script: Script, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -215,7 +215,9 @@ def error_text(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Text with ? in place of every control character, so that no quoted file can control the terminal."""
+    """Text with ? in place of every control character, so that no quoted file can control the terminal, and with the
+    bytes of names that are not UTF-8 escaped."""
+    text = text.encode(errors="backslashreplace").decode()
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import itertools
 import os
 import re
@@ -229,7 +230,8 @@ def processor_time(thread: threading.Thread) -> int | None:
 def open_standard_streams() -> None:
     """Open the null device in place of standard streams that were closed before the start of this process. Otherwise
     sys.stderr, for example, is None, and the next file or socket gets the number of the closed stream, 2, so that C
-    code writes its messages into this file."""
+    code writes its messages into this file. And escape what the encoding of a stream lacks: names of files may have any
+    characters, and bytes that are no characters."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -239,6 +241,8 @@ def open_standard_streams() -> None:
             os.set_inheritable(null, True)
             if getattr(sys, name) is None:
                 setattr(sys, name, open(null, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+        if descriptor and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, *, unbuffered: bool = False) -> None:

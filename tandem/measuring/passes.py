@@ -90,7 +90,7 @@ def process_batches(
         processes.say(f"{action} {n_of_all} of {n}")
     log = BadSampleLog(n)
     for sample in log.share(bad, processes.gather_objects):
-        processes.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
+        processes.say(f"cannot read {sample}; it is left out")
     counts, examples = zip(*processes.gather_objects([len(partial_reads), partial_reads[:1]]), strict=True)
     if any(counts):
         first = next(itertools.chain(*examples))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.io.reading import BYTE_ORDER_MARK, error_text, plain_text, read_bytes, text_lines
+from tandem.io.reading import BYTE_ORDER_MARK, error_text, plain_text, printable, read_bytes, text_lines
 
 from .names import PART_KEYS, part_text
 from .shards import INDEX_FILE, LINES_FILE, StoredArrays, explain_errors
@@ -56,13 +56,13 @@ class QueryResult(NamedTuple):
     matches: Sequence[Match]
 
     def as_table(self) -> str:
-        """For people: the query, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
-        names = [match.path + part_text(match.to_dict()) for match in self.matches]
+        """For people: the query, and a line per match."""
+        names = [printable(match.path) + part_text(match.to_dict()) for match in self.matches]
         width = max((len(name) for name, match in zip(names, self.matches, strict=True) if match.caption), default=0)
         lines = [self.query, f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()]
         for name, match in zip(names, self.matches, strict=True):
             lines.append(f"{match.rank:4d}  {match.cosine:6.3f}  {name:{width}}  {match.caption or ''}".rstrip())
-        return "\n".join([*lines, ""]).encode(errors="backslashreplace").decode()
+        return "\n".join([*lines, ""])
 
     def as_json(self) -> str:
         """For programs, in one line. A match has no key for what it lacks, such as a caption."""

@@ -229,8 +229,8 @@ class ShardWriter:
         with self.output.processes.raise_on_all_ranks():
             if new and stop:
                 raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
-            for sample in new:  # their names may hold bytes that are not UTF-8
-                self.output.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
+            for sample in new:
+                self.output.say(f"cannot read {sample}; it is left out")
             log.check()
 
 
