@@ -16,8 +16,9 @@ from PIL import Image
 from tandem.data.bad_samples import BadDatasetItem
 from tandem.data.decoding.images import FORMATS
 from tandem.data.embeddings import KINDS
-from tandem.data.fields import TEXTS, read_sound_texts
+from tandem.data.fields import TEXTS, SoundField, read_sound_texts
 from tandem.data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
+from tandem.data.sources.opening import open_source
 from tandem.data.sources.record import FileRef
 from tandem.data.sources.user_dataset import DatasetSpec
 from tandem.data.tokenizers import open_tokenizer
@@ -76,14 +77,25 @@ def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_ano
     assert read("text,label", "one,bell") == (["one"], "bell")
 
 
-def test_a_json_without_caption_leaves_the_captions_to_the_txt_beside_it(tmp_path):
-    ref = FileRef(str(tmp_path / "a.json"))
-    (tmp_path / "a.json").write_text('{"title": "x", "duration": 1.0, "caption": " ", "label": "bell"}')
-    assert one_line(read_sound_texts, ref) == "it has no caption: a.json has none"
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    assert read_sound_texts(ref) == (["one", "two"], "bell")
-    (tmp_path / "a.json").write_text('{"caption": "three"}')
-    assert read_sound_texts(ref) == (["three"], None)
+@pytest.mark.parametrize("place", ["folder", "tar"])
+def test_a_json_without_caption_leaves_the_captions_to_the_txt_beside_it(place, tmp_path):
+    without, of_three = b'{"title": "x", "caption": " ", "label": "bell"}', b'{"caption": "three"}'
+
+    def read(**files: bytes) -> Any:
+        path = tmp_path / f"{len(files)} {len(files['json'])}"
+        if place == "folder":
+            path.mkdir()
+            for ending, content in files.items():
+                (path / f"a.{ending}").write_bytes(content)
+        else:
+            path = write_tar(path.with_suffix(".tar"), {"a": files})
+        source = open_source(str(path), [SoundField.spec, TEXTS], demo="")
+        assert not source.skipped or place == "folder"
+        return read_sound_texts(source.record(0)["texts"])
+
+    assert one_line(lambda: read(wav=b"", json=without)) == "it has no caption: a.json has none"
+    assert read(wav=b"", json=without, txt=b"one\ntwo\n") == (["one", "two"], "bell")
+    assert read(wav=b"", json=of_three, txt=b"one\ntwo\n") == (["three"], None)
 
 
 @pytest.mark.parametrize("content", ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}'])

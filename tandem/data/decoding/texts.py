@@ -23,18 +23,17 @@ class Texts(NamedTuple):
 
 
 def read_texts(ref: FileRef) -> Texts:
-    """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read. If a .json in a
-    folder has no caption, those of the .txt beside it are taken.
+    """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read. If a .json has
+    no caption, those of the .txt beside it are taken.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if its content has neither form.
     """
     content = _read_letters(ref, _MAX_TEXTS_BYTES)
     try:
         if ref.name.lower().endswith(".json"):
-            texts, beside = texts_of_object(parse_json(content)), f"{os.path.splitext(ref.name)[0]}.txt"
-            if not texts.captions and ref.is_local_file and os.path.exists(beside):
-                return texts._replace(captions=read_texts(FileRef(beside)).captions)
-            return texts
+            texts, txt = texts_of_object(parse_json(content)), FileRef(f"{os.path.splitext(ref.name)[0]}.txt")
+            beside = txt if ref.is_local_file and os.path.exists(txt.path) else ref.beside
+            return texts if texts.captions or not beside else texts._replace(captions=read_texts(beside).captions)
         return Texts(clean_captions(text_lines(plain_text(content))), None)
     except ValueError as error:
         raise ValueError(f"its caption file {os.path.basename(ref.name)} cannot be read: {error}") from None

@@ -50,7 +50,8 @@ class FieldSpec(NamedTuple):
 
 class FileRef(NamedTuple):
     """A file, or a byte range of one; and, for a sound or video, the time range from which clips are cut. `member` is
-    the name of the file inside a tar. `content` is set if the file is in memory (see `in_memory`)."""
+    the name of the file inside a tar. `content` is set if the file is in memory (see `in_memory`). `beside` is the file
+    of the last of several endings of texts, which are read from it if this file has no caption."""
 
     path: str
     offset: int = 0
@@ -59,6 +60,7 @@ class FileRef(NamedTuple):
     end_seconds: float = math.inf
     member: str = ""
     content: Any = None
+    beside: Any = None
 
     @classmethod
     def in_memory(cls, content: Any, path: str, member: str = "") -> FileRef:

@@ -61,18 +61,23 @@ class TarSource:
     """
 
     def __init__(self, paths: Sequence[str], specs: Sequence[FieldSpec], skipped: str = "") -> None:
-        self.paths, self._specs = [*paths], [*specs]
+        self.paths, self._n_main = [*paths], len(specs)
+        with_texts = [spec for spec in specs if spec.as_cells and len(spec.endings) > 1]
+        beside = [spec._replace(name=_beside(spec), endings=spec.endings[-1:]) for spec in with_texts]
+        self._specs = [*specs, *beside]
         with ThreadPoolExecutor(_THREADS) as threads:
             states = [*threads.map(_read_state, self.paths)]
         self._n_bytes = np.array([size for size, _ in states], np.int64)
         root, names = _root_and_names(self.paths)
-        kind = json.dumps(["tars", names, [(spec.name, spec.endings, spec.further) for spec in specs]])
+        kind = json.dumps(["tars", names, [(spec.name, spec.endings, spec.further) for spec in self._specs]])
         index = cached_index(
             root, fingerprint_of([kind.encode()]), self._build_index, min_strings=_MIN_CACHED_SAMPLES,
             depends=fingerprint_of([json.dumps(states).encode()]),
         )  # fmt: skip
         self.fingerprint, self._names = index.fingerprint, index.strings("names")
-        self._columns = {spec.name: [index.numbers(name, len(self)) for name in _column_names(spec)] for spec in specs}
+        self._columns = {
+            spec.name: [index.numbers(name, len(self)) for name in _column_names(spec)] for spec in self._specs
+        }
         self._firsts = index.numbers("firsts", len(self.paths) + 1).to_numpy()
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
             raise index.damaged_error()
@@ -105,8 +110,10 @@ class TarSource:
                 for note in tar_scan.end_notes:
                     end_notes.setdefault(note, [0, len(firsts) - 1])[0] += 1
                 firsts.append(len(names))
-        # The fingerprint depends on the samples' names and tars, and on their members' endings (every third column).
-        parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PLACE_PARTS)]))]
+        # The fingerprint depends on the samples' names and tars, and on their members' endings (every third column) but
+        # for the second files of texts.
+        endings = columns[2 : len(_PLACE_PARTS) * self._n_main : len(_PLACE_PARTS)]
+        parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *endings))]
         column_names = itertools.chain(*map(_column_names, self._specs))
         description = about_skipped(skipped, self._specs[0].noun, len(unmatched), unmatched[0] if unmatched else "")
         facts = {
@@ -126,7 +133,7 @@ class TarSource:
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         path, n_bytes, name = self.path(index), self._n_bytes[self.shard(index)], self._names[index]
-        record = {}
+        record = dict[str, FileRef]()
         for spec in self._specs:
             size, offset, ending = (column[index] for column in self._columns[spec.name])
             if size < 0 and spec is not self._specs[0]:
@@ -135,6 +142,9 @@ class TarSource:
                 raise self._damaged_error()
             member = name if spec is self._specs[0] else f"{_key(name)}{spec.all_endings[ending]}"
             record[spec.name] = FileRef(path, offset, size, member=member)
+        for spec in self._specs[: self._n_main]:
+            if beside := record.pop(_beside(spec), None):
+                record[spec.name] = record[spec.name]._replace(beside=beside)
         return record
 
     @property
@@ -153,6 +163,11 @@ class TarSource:
 
     def describe(self, index: int) -> str:
         return f"{redact(self.path(index))}/{self._names[index]}"
+
+
+def _beside(spec: FieldSpec) -> str:
+    """The name under which the index holds the members of a spec's last ending, see `FileRef`."""
+    return f"{spec.name} beside"
 
 
 def _column_names(spec: FieldSpec) -> list[str]:
