@@ -305,12 +305,16 @@ def clicks(path: Path) -> list[float]:
     return [] if loudest is None else [loudest[0] + loudest[2].argmax() / loudest[1] - first]
 
 
-def test_a_film_whose_sound_cannot_be_read_or_written_is_written_without_it(model, tmp_path, capsys):
+def test_a_film_whose_sound_cannot_be_read_or_written_is_written_without_it_until_it_can(
+    model, source, tmp_path, capsys
+):
     films = tmp_path / "films"
     films.mkdir()
     write_click(films / "damaged.mp4", 2.0, 0.4)
     write_click(films / "fast.mkv", 2.0, 0.4, 192000, "pcm_f32le")
     write_click(films / "good.mp4", 2.0, 0.4)
+    shutil.copy(source / "e.mp4", films / "silent.mp4")
+    whole = (films / "damaged.mp4").read_bytes()
     with av.open(str(films / "damaged.mp4")) as container:
         packets = [(packet.pos, packet.size) for packet in container.demux(audio=0) if packet.size]
     content = bytearray((films / "damaged.mp4").read_bytes())
@@ -323,10 +327,15 @@ def test_a_film_whose_sound_cannot_be_read_or_written_is_written_without_it(mode
     damaged, fast = capsys.readouterr().err.splitlines()
     assert f"cannot read the sound of {films / 'damaged.mp4'}: " in damaged and "192000 samples" in fast
     assert {path.name: len(clicks(path)) for path in videos.glob("*.mp4")} == {
-        "damaged.mp4": 0, "fast.mp4": 0, "good.mp4": 1,
+        "damaged.mp4": 0, "fast.mp4": 0, "good.mp4": 1, "silent.mp4": 0,
     }  # fmt: skip
     silent = decode(model, folder, tmp_path / "silent")
     assert (videos / "damaged.mp4").read_bytes() == (silent / "damaged.mp4").read_bytes()
+    (films / "damaged.mp4").write_bytes(whole)
+    before = stamps(videos, "*.mp4")
+    decode(model, folder, videos, "--sound_from", str(films))
+    assert len(clicks(videos / "damaged.mp4")) == 1 and "damaged" not in capsys.readouterr().err
+    assert {name for name, stamp in stamps(videos, "*.mp4").items() if before[name] != stamp} == {"damaged.mp4"}
 
 
 def test_decoded_films_get_their_sound_again_at_its_time(model, source, tmp_path, capsys):

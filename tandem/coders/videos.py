@@ -154,24 +154,35 @@ class VideoCoder:
             file.write(to_gif(frames, fps))
             return
         path = Path(args.sound_from, name) if args.sound_from else None
-        with open_sound_track(path) if path and _can_write_sound(path) else contextlib.nullcontext() as sound:
+        with open_sound_track(path) if path and _has_good_sound(path) else contextlib.nullcontext() as sound:
             write_mp4(file, frames, fps, sound)
 
+    def _lacks_sound(self, film: Path, name: str) -> bool:
+        """Whether a decoded film was written without the sound of its original, which can be read by now."""
+        path = Path(self._args.sound_from or "", name)
+        return bool(self._args.sound_from) and path.exists() and not _has_sound(film) and _has_good_sound(path)
+
     def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:
-        options: Any = {"write": self._write_film, "num_threads": self._threads}
+        options: Any = {"write": self._write_film, "lacks_sound": self._lacks_sound, "num_threads": self._threads}
         decode_videos(codes, shard, paths, self._open_decoding, **options)
 
 
-def _can_write_sound(path: Path) -> bool:
-    """Whether the whole sound of a film, if it has any, can be read and written; else a line says why not. Raises
-    ValueError, in one line, if the file cannot be opened."""
+def _has_sound(path: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError), open_sound_track(path) as sound:
+        return sound is not None
+    return False
+
+
+def _has_good_sound(path: Path) -> bool:
+    """Whether a film has a sound that can be read as a whole and written; if it has another one, a line says why not.
+    Raises ValueError, in one line, if the file cannot be opened."""
     try:
         with open_sound_track(path) as sound:
             if sound:
                 check_sound(sound)
+            return sound is not None
     except OSError as error:
         raise ValueError(f"cannot read the sound of {path}: {error_text(error)}") from None
     except ValueError as error:
         say(f"cannot read the sound of {path}: {error_text(error)}; the film is written without it")
         return False
-    return True

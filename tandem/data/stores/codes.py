@@ -229,10 +229,12 @@ def decode_videos(
     files: Sequence[Path],
     open_stream: Callable[[], Decode],
     write: Write,
+    lacks_sound: Callable[[Path, str], bool],
     *,
     num_threads: int,
 ) -> None:
-    """Write the videos of a shard that are missing or incomplete, frame by frame.
+    """Write the videos of a shard that are missing or incomplete, or that `lacks_sound` of its path and that of the
+    encoded video, frame by frame.
 
     `open_stream` begins a video: it returns a function from the next codes, int64 (n, h', w'), or latents, fp32
     (n, d, h', w'), to their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises
@@ -245,7 +247,7 @@ def decode_videos(
             save_missing([path], frames, 1)
         elif path.suffix == FRAME_FOLDER:
             save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
-        elif not path.exists():
+        elif not path.exists() or lacks_sound(path, make_relative(line["path"])):
             with create_file(path) as file:
                 write(file, (frame.numpy() for frame in frames), line["fps"], make_relative(line["path"]))
 
