@@ -115,7 +115,7 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
     from tandem.data.stores.encoding import encode_batches
     from tandem.data.stores.names import SampleNames
     from tandem.data.stores.output import OutputFolder
-    from tandem.data.stores.shards import EncodedShard, ShardWriter
+    from tandem.data.stores.writer import EncodedShard, ShardWriter
     from tandem.embedding import open_embedder, unit_means
 
     fetch_model(args.model, processes)
@@ -141,7 +141,7 @@ def make_index(args: argparse.Namespace, processes: ProcessGroup, say: Callable[
         options = {"batch_size": args.batch_size, "samples_per_request": 1, "num_workers": args.num_workers}
         options["waiting"] = processes.waiting_for_workers
         load = functools.partial(load_clips, sounds)
-        for encoded in encode_batches(load, sounds.describe, shard_items, embedder.embed_clips, **options):
+        for encoded in encode_batches(load, shard_items, embedder.embed_clips, **options):
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 
     _, bad, _ = shards.fill(compute_embeddings, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")

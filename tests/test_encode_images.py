@@ -29,7 +29,7 @@ from tandem.data.feed import to_unit_range
 from tandem.data.sets import open_images
 from tandem.data.stores.codes import StoredCodes, code_dtype
 from tandem.data.stores.output import names_sha256
-from tandem.data.stores.shards import EncodedShard
+from tandem.data.stores.writer import EncodedShard
 from tandem.io.reading import read_bytes, read_json
 from tandem.models import DiscreteVAE
 from tandem.training.metrics.averages import code_statistics
@@ -155,9 +155,9 @@ def test_members_of_several_tars_that_share_a_name_have_the_names_of_their_tars_
 def test_a_run_holds_less_than_a_line_of_the_index_for_each_image(model, tmp_path, monkeypatch):
     """Each process reads the whole index. The loader and the model are replaced by ones that take no time."""
 
-    def encode_batches(load: Any, describe: Any, shards: Any, encode: Any, **options: Any) -> Any:
+    def encode_batches(load: Any, shards: Any, encode: Any, **options: Any) -> Any:
         codes = torch.zeros(500, 4, 4, dtype=torch.uint8)
-        return (EncodedShard([codes[: len(items)]], [{"label": index % 7} for index in items], []) for items in shards)
+        return (EncodedShard([codes[: len(items)]], [{"label": index % 7} for index in items], {}) for items in shards)
 
     monkeypatch.setattr("tandem.coders.images.encode_batches", encode_batches)
     monkeypatch.setattr("tandem.coders.images.decode_images", lambda *values, **options: None)

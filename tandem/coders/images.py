@@ -14,7 +14,7 @@ from tandem.data.fields import SampleDataset
 from tandem.data.stores.codes import StoredCodes, code_dtype, decode_images
 from tandem.data.stores.encoding import encode_batches
 from tandem.data.stores.latents import DTYPES, LatentWriter, StoredLatents, open_labelled
-from tandem.data.stores.shards import Encode, ShardWriter
+from tandem.data.stores.writer import Encode, ShardWriter
 from tandem.devices import to_device
 from tandem.distributed import ProcessGroup
 from tandem.models.building import require_room
@@ -91,7 +91,7 @@ class ImageCoder:
             _, moment_channels, *places = grid
             channels = moment_channels if args.latent == "moments" else moment_channels // 2
             row_settings = {"grid": [channels, *places], "dtype": DTYPES[args.latent_dtype]}
-        compute = functools.partial(encode_batches, load, images.describe, encode=self._encode, **options)
+        compute = functools.partial(encode_batches, load, encode=self._encode, **options)
         return empty, row_settings, images, compute
 
     def write(self, codes: StoredCodes, shard: int, paths: Sequence[Path]) -> None:

@@ -20,7 +20,7 @@ from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, deco
 from tandem.data.stores.encoding import PIECE_FRAMES, encode_streams
 from tandem.data.stores.films import FilmWriter
 from tandem.data.stores.latents import DTYPES, FilmLatentWriter, StoredLatents
-from tandem.data.stores.shards import Encode, ShardWriter
+from tandem.data.stores.writer import Encode, ShardWriter
 from tandem.devices import to_device
 from tandem.distributed import ProcessGroup
 from tandem.io.installed import missing_package
@@ -145,7 +145,7 @@ class VideoCoder:
         if not model.num_codes:
             grid, dtype = [2 * channels if args.latent == "moments" else channels, *grid], DTYPES[args.latent_dtype]
         empty = torch.zeros(0, *grid, dtype=getattr(torch, dtype))
-        compute = functools.partial(encode_streams, read_frames, videos.describe, **options)
+        compute = functools.partial(encode_streams, read_frames, **options)
         return empty, {"grid": grid, "dtype": dtype}, videos, compute
 
     def _write_film(self, file: Any, frames: Any, fps: float, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSampleLog
+from tandem.data.bad_samples import BadSample, BadSampleLog
 from tandem.data.feed import to_unit_range
 from tandem.data.fields import SampleDataset
 from tandem.data.sampling.workers import Loader
@@ -67,16 +67,16 @@ def process_batches(
 ) -> None:  # fmt: skip
     """Run the generator `measure(batches of this process)` to its end, in rounds. Collective. Raises UserMistake, in
     one line, if too many samples cannot be read; AskedToStop after a signal."""
-    n, rank, world, bad = len(samples), processes.rank, processes.world_size, []
-    n_processed, partial_reads = 0, list[str]()
+    n, rank, world = len(samples), processes.rank, processes.world_size
+    n_processed, partial_reads, bad = 0, list[str](), list[BadSample]()
     requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
-    load_request = partial(load_samples, partial(load_sample, samples), samples.describe)
+    load_request = partial(load_samples, partial(load_sample, samples))
     loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=processes.waiting_for_workers)
 
     def batches() -> Batches:
         nonlocal n_processed
         for batch, notes, failures in loaded:
-            bad.extend(failures)
+            bad.extend(BadSample(index, samples.describe(index), reason) for index, reason in failures.items())
             n_processed += len(notes) + len(failures)
             batch_notes = [note for _, note in notes]
             for note in batch_notes:

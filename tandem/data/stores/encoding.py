@@ -14,25 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample, collect_partial_reads
+from tandem.data.bad_samples import collect_partial_reads
 from tandem.data.sampling.workers import Loader
 from tandem.devices import on_host
 from tandem.io.reading import error_text
 
 from .films import StreamedShard
-from .shards import COUNT, GRID, PARTIAL, EncodedShard
+from .shards import COUNT, GRID, PARTIAL
+from .writer import EncodedShard
 
 PIECE_FRAMES = 16  # frames of a video that are in memory at once
 
 IndexEntry = dict[str, Any]  # what the index holds about a sample, beside its name
 Load = Callable[[int], tuple[Tensor, IndexEntry]]  # index -> pieces and entry of a sample
 LoadFrames = Callable[[int], Iterator[tuple[Tensor, float | None]]]  # index -> frames, each with the frames per second
-Describe = Callable[[int], str]  # index -> the name by which a user finds a sample
 
 
 def encode_batches(
     load: Load,
-    describe: Describe,
     shards: Sequence[range],
     encode: Callable[[Tensor], Tensor],
     *,
@@ -55,23 +54,21 @@ def encode_batches(
         [indices[i : i + samples_per_request] for i in range(0, len(indices), samples_per_request)]
         for indices in shards
     ]
-    load_request = functools.partial(load_samples, load, describe)
+    load_request = functools.partial(load_samples, load)
     batches = iter(Loader(load_request, list(itertools.chain(*groups)), num_workers, waiting=waiting))
     return (_encode_shard(itertools.islice(batches, len(group)), encode, batch_size) for group in groups)
 
 
-def load_samples(
-    load: Load, describe: Describe, indices: range
-) -> tuple[Tensor, list[tuple[int, IndexEntry]], list[BadSample]]:
+def load_samples(load: Load, indices: range) -> tuple[Tensor, list[tuple[int, IndexEntry]], dict[int, str]]:
     """The concatenated pieces (n, ...) of the samples; for each sample the number of its pieces and its index entry, in
-    which PARTIAL is the reason if a file was read only in part; and the samples that cannot be read."""
-    pieces, entries, bad = list[Tensor](), list[tuple[int, IndexEntry]](), list[BadSample]()
+    which PARTIAL is the reason if a file was read only in part; and by index, why others cannot be read."""
+    pieces, entries, bad = list[Tensor](), list[tuple[int, IndexEntry]](), dict[int, str]()
     for index in indices:
         try:
             with collect_partial_reads() as reasons:
                 sample_pieces, entry = load(index)
         except (OSError, ValueError) as error:
-            bad.append(BadSample(index, describe(index), error_text(error)))
+            bad[index] = error_text(error)
         else:
             pieces.append(sample_pieces)
             entries.append((len(sample_pieces), {**entry, PARTIAL: reasons[0]} if reasons else entry))
@@ -80,13 +77,13 @@ def load_samples(
 
 def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> EncodedShard:
     counts: list[int] = []
-    encoded = EncodedShard([], [], [])
+    encoded = EncodedShard([], [], {})
 
     def all_pieces() -> Iterator[Tensor]:
         for sample_pieces, entries, bad in batches:
             counts.extend(count for count, _ in entries)
             encoded.entries.extend(entry for _, entry in entries)
-            encoded.bad.extend(bad)
+            encoded.bad.update(bad)
             yield from sample_pieces
 
     rows = encode_in_batches(all_pieces(), encode, batch_size)
@@ -109,7 +106,6 @@ def encode_in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tenso
 
 def encode_streams(
     load_frames: LoadFrames,
-    describe: Describe,
     shards: Sequence[range],
     open_stream: Callable[[], Callable[[Tensor], Tensor]],
     *,
@@ -132,23 +128,20 @@ def encode_streams(
         keep_aspect: Whether each video has its own (h', w'); then its index entry holds them as GRID.
     """
     for indices in shards:
-        entries, bad = dict[int, IndexEntry](), list[BadSample]()
+        entries, bad = dict[int, IndexEntry](), dict[int, str]()
         pieces = _round_robin(lambda index: _split_frames(load_frames, index, frames_per_code), indices, num_threads)
-        yield StreamedShard(
-            on_host(_encode_pieces(pieces, describe, open_stream, entries, bad, keep_aspect)), entries, bad
-        )
+        yield StreamedShard(on_host(_encode_pieces(pieces, open_stream, entries, bad, keep_aspect)), entries, bad)
 
 
 def _encode_pieces(
     pieces: Iterable[tuple[int, Tensor | IndexEntry | Exception]],
-    describe: Describe,
     open_stream: Callable[[], Callable[[Tensor], Tensor]],
     entries: dict[int, IndexEntry],
-    bad: list[BadSample],
+    bad: dict[int, str],
     keep_aspect: bool,
 ) -> Iterator[tuple[int, Tensor]]:
-    """The codes of each piece, with the index of its video. Adds the entry of each video to `entries`, by index, and
-    the videos that cannot be read to `bad`."""
+    """The codes of each piece, with the index of its video. Adds, by index, the entry of each video to `entries`, and
+    why a video cannot be read to `bad`."""
     encoders, grids = defaultdict[int, Any](open_stream), dict[int, list[int]]()
     for index, piece in pieces:
         if isinstance(piece, Tensor):
@@ -158,7 +151,7 @@ def _encode_pieces(
             continue
         encoders.pop(index, None)  # free the model's state of the video
         if isinstance(piece, Exception):
-            bad.append(BadSample(index, describe(index), error_text(piece)))
+            bad[index] = error_text(piece)
         else:
             entries[index] = {**piece, GRID: grids[index]} if keep_aspect else piece
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tandem.data.bad_samples import BadSample
-
 from .output import explain_write_errors
-from .shards import ShardWriter, numbers_of, streamed_shard
+from .shards import numbers_of, streamed_shard
+from .writer import ShardWriter
 
 
 class StreamedShard(NamedTuple):
@@ -23,12 +22,12 @@ class StreamedShard(NamedTuple):
         pieces: What the model gives for the next frames of a film (f', ...) on the host, with the film's index. The
             pieces of a film come in order, between those of other films.
         entries: By index, the index entry of each film that could be read; complete after the last piece.
-        bad: The films that could not be read; complete after the last piece.
+        bad: By index, why the other films could not be read; complete after the last piece.
     """
 
     pieces: Iterable[tuple[int, Tensor]]
     entries: dict[int, dict[str, Any]]
-    bad: list[BadSample]
+    bad: dict[int, str]
 
 
 class FilmWriter(ShardWriter):
@@ -40,10 +39,10 @@ class FilmWriter(ShardWriter):
         the number `first`."""
         return codes.to(self._empty.dtype).reshape(-1, *self._empty.shape[1:])
 
-    def _finish(self, encoded: Any) -> list[BadSample]:
+    def _reasons(self, encoded: Any) -> dict[int, str]:
         for _ in encoded.pieces:
             pass
-        return super()._finish(encoded)
+        return super()._reasons(encoded)
 
     def _write(self, shard: int, encoded: Any) -> None:
         extents = defaultdict[int, list[tuple[int, int]]](list)  # place and length of each piece of a film
@@ -55,7 +54,6 @@ class FilmWriter(ShardWriter):
                 extents[index].append((spool.tell(), len(numbers)))
                 spool.write(numbers)
             films = sorted(encoded.entries)
-            encoded.bad.sort(key=lambda sample: sample.index)
             assert len(films) + len(encoded.bad) == len(self._items[shard]), (shard, films, encoded.bad)
 
             def blocks() -> Iterator[bytes]:

@@ -49,7 +49,8 @@ from tandem.data.sources.table import TableSource
 
 from .codes import StoredCodes
 from .films import FilmWriter
-from .shards import Array, Column, ShardWriter, row_blocks
+from .shards import Array, Column, row_blocks
+from .writer import ShardWriter
 
 if TYPE_CHECKING:
     from tandem.training.noise import Noise
