@@ -28,7 +28,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from tandem.data.stores.codes import OutputNames
-from tandem.data.stores.latents import open_labelled
+from tandem.data.stores.latents import labels_line, open_labelled
 from tandem.io import writing
 from tandem.training.noise import Noise
 from tests.data.sources.tables import save_to_disk, table
@@ -235,6 +235,7 @@ def test_that_no_image_has_a_class_is_said(model, source, tmp_path, capsys):
     (tmp_path / "all.csv").write_text(f"path\n{names}")
     SCRIPT.fill(model, tmp_path / "all.csv", tmp_path / "latents")
     assert "labels: all 0; a class is a column cls or label" in "".join(capsys.readouterr())
+    assert labels_line([2, 2]) == "labels: all 2"
 
 
 def output_names(paths: list[str]) -> list[str]:

@@ -78,7 +78,7 @@ class EmbeddingField(Field):
             if is_user_item:
                 is_text = self.kind == TEXT
                 shape = f"at most {self.shape} (--max_text_len)" if is_text else f"{self.shape}, as in the first item"
-                raise items.item_error(array, f"a {noun} of {shape}")
+                raise items.item_error(array, f"the {noun}, of {shape}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")

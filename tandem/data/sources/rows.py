@@ -129,7 +129,7 @@ def path_of(cells: Mapping[str, Any], noun: str) -> str:
     """The path of a row. Raises ValueError, in one line, if it has none, or one that no file can have."""
     path = cells.get("path")
     if not isinstance(path, str) or not path.strip() or not _IMPOSSIBLE_CHARACTERS.isdisjoint(path):
-        raise ValueError(f'it has no "path" of a {noun}')
+        raise ValueError(f'it has no "path" of its {noun}')
     return path.strip()
 
 

@@ -122,12 +122,11 @@ def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Sampl
 def labels_line(labels: Collection[int | None]) -> str:
     """The line about the labels of a set; None stands for an image without a label."""
     classes = {label for label in labels if label is not None}
-    if classes - {0}:
-        text = f"{len(classes)} different ones, {min(classes)} to {max(classes)}"
-    elif classes:
-        text = "all 0; a class is a column cls or label, KEY.cls, or the first folder of a relative path"
-    else:
+    if not classes:
         return "labels: none, because no class is a number"
+    different = f"{len(classes)} different ones, {min(classes)} to {max(classes)}"
+    text = different if len(classes) > 1 else f"all {min(classes)}"
+    text += "; a class is a column cls or label, KEY.cls, or the first folder of a relative path" * (classes == {0})
     note = "; some images have none, because their class is no number" if None in labels else ""
     return f"labels: {text}{note}"
 

@@ -108,7 +108,7 @@ def test_a_path_without_bytes_is_a_file_below_the_folder(write, tmp_path):
     source = opened(folder)
     assert read(source, 0) == read(source, 5) == content(7) and read(source, 1) == content(1)
     assert one_line(source.record, 2) == one_line(source.record, 3) == "the row holds no image"
-    assert one_line(source.record, 4) == 'it has no "path" of a image'
+    assert one_line(source.record, 4) == 'it has no "path" of its image'
 
 
 def test_plain_binary_columns_and_large_ones_are_read(tmp_path):
