@@ -207,8 +207,9 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
 
 
 def error_text(error: BaseException) -> str:
-    """The text of an error, in one line; for a system error, the system's reason."""
+    """The text of an error, in one line; for a system error, the system's reason, for a KeyError what is missing."""
     text = str(getattr(error, "strerror", None) or error)
+    text = f"it lacks {text}" if isinstance(error, KeyError) and text else text
     if number := _OS_ERROR.search(text):
         text = os.strerror(int(number[1]))
     return printable(" ".join(text.split())) or type(error).__name__

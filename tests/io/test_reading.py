@@ -137,6 +137,7 @@ def test_a_link_that_leaves_its_folder_is_refused_and_one_that_stays_in_it_is_no
         (SafetensorError(f"Error while serializing: I/O error: {os.strerror(28)} (os error 28)"), os.strerror(28)),
         (ValueError("two\nlines\x1b"), "two lines?"),
         (KeyError(), "KeyError"),
+        (KeyError("grid"), "it lacks 'grid'"),
     ],
 )
 def test_the_words_of_an_error_are_one_line_and_of_the_system_why(error: Exception, words: str) -> None:
