@@ -162,14 +162,11 @@ class DecodedFiles:
     """
 
     def __init__(self, folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> None:
-        self._folder, self._codes, self._ending, self._is_video = folder, codes, ending, frames_per_code is not None
+        self._folder, self._codes, self._ending, self._frames_per_code = folder, codes, ending, frames_per_code
         with explain_errors(codes.folder / LINES_FILE):
-            if frames_per_code is not None:
-                for line in codes.lines():
-                    _check_line(line, frames_per_code)
-            elif codes.has_own_shapes:
+            if frames_per_code is None and codes.has_own_shapes:
                 raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
-        self._names = OutputNames(map(self._path_and_ending, codes.lines()))
+            self._names = OutputNames(map(self._path_and_ending, codes.lines()))
 
     def of_shard(self, shard: int) -> list[Path]:
         first = sum(self._codes.counts[:shard])
@@ -182,7 +179,10 @@ class DecodedFiles:
         return is_part or not all_differ(line["path"] for line in self._codes.lines())
 
     def _path_and_ending(self, line: Mapping[str, Any]) -> tuple[str, str]:
-        return line["path"], ".png" if self._is_video and line["frames"] == 1 else self._ending
+        if self._frames_per_code is None:
+            return line["path"], self._ending
+        _check_line(line, self._frames_per_code)
+        return line["path"], ".png" if line["frames"] == 1 else self._ending
 
 
 def _is_grid(grid: Any) -> bool:
@@ -316,9 +316,9 @@ class OutputNames:
         replaced, appended = np.fromiter(keys, np.uint64).reshape(-1, 2).T
         _, places, counts = np.unique(replaced, return_inverse=True, return_counts=True)
         is_replaced = counts[places] == 1
-        all_differ = len(np.unique(np.where(is_replaced, replaced, appended))) == len(replaced)
-        self._is_replaced = is_replaced & all_differ
-        self._is_numbered = not all_differ and len(np.unique(appended)) < len(appended)
+        are_unique = len(np.unique(np.where(is_replaced, replaced, appended))) == len(replaced)
+        self._is_replaced = is_replaced & are_unique
+        self._is_numbered = not are_unique and len(np.unique(appended)) < len(appended)
 
     def name(self, position: int, path: str, ending: str) -> str:
         """The output name of the pair at a position."""

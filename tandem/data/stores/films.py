@@ -4,7 +4,7 @@ neither a film nor a shard is ever in memory."""
 from __future__ import annotations
 
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -40,8 +40,7 @@ class FilmWriter(ShardWriter):
         return codes.to(self._empty.dtype).reshape(-1, *self._empty.shape[1:])
 
     def _reasons(self, encoded: Any) -> dict[int, str]:
-        for _ in encoded.pieces:
-            pass
+        deque(encoded.pieces, maxlen=0)
         return super()._reasons(encoded)
 
     def _write(self, shard: int, encoded: Any) -> None:

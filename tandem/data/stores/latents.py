@@ -150,9 +150,6 @@ class LatentWriter(ShardWriter):
         labels = torch.tensor([entry["label"] for entry in entries], dtype=torch.int64)
         return {**dict(zip((LATENTS, FLIPPED), latents.unbind(1), strict=False)), LABELS: labels}
 
-    def extra_metadata(self) -> dict[str, Any]:
-        return {"normalize": self.output.settings["normalize"]}
-
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
         for name, ending in ((LATENTS, ""), (FLIPPED, "-flip")):
             for row, latent in enumerate(columns.get(name, ())):
@@ -177,9 +174,6 @@ class FilmLatentWriter(FilmWriter):
 
         latents = _as_stored(codes, draw, self.output.settings)
         return latents if len(self._empty.shape) > 2 else latents.movedim(1, -1).flatten(0, 2)
-
-    def extra_metadata(self) -> dict[str, Any]:
-        return {"normalize": self.output.settings["normalize"]}
 
 
 class StoredLatents(StoredCodes):

@@ -112,10 +112,6 @@ class ShardWriter:
         """The tensors of a file by name, each (n, ...): the rows of the items with these indices."""
         return {self._name: rows}
 
-    def extra_metadata(self) -> dict[str, Any]:
-        """What the metadata of each file say about its columns."""
-        return {}
-
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
         """The .npy files of a shard, by name."""
         yield f"{self._name}-{shard:05d}.npy", columns[self._name].numpy()
@@ -133,8 +129,9 @@ class ShardWriter:
         self.output.write(self._file_name(shard), shard_bytes(columns, **self._metadata(entries, bad)))
 
     def _metadata(self, entries: Sequence[Any], bad: Mapping[int, str]) -> dict[str, Any]:
-        """The metadata of a file beside its checksum."""
-        return {"notes": entries, "bad": sorted(bad.items()), **self.extra_metadata()}
+        """The metadata of a file beside its checksum; of latents, also how they are normalised."""
+        stated = {name: value for name, value in self.output.settings.items() if name == "normalize"}
+        return {"notes": entries, "bad": sorted(bad.items()), **stated}
 
     def _read_metadata(self, shard: int) -> Any:
         with safe_open(check_regular(self.output.path / self._file_name(shard)), "np") as file:
