@@ -207,8 +207,8 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
     if args.prompt_file:
         try:
             prompts += text_lines(plain_text(read_bytes(args.prompt_file, LONGEST_FILE_BYTES)))
-        except ValueError as error:
-            raise ValueError(f"--prompt_file {args.prompt_file}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--prompt_file {args.prompt_file}: {error_text(error)}") from None
         if not prompts:
             raise ValueError(f"--prompt_file {args.prompt_file} holds no text")
     prompts = [*map(normalize_text, prompts)]  # captions are normalised in the same way in training
