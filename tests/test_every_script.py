@@ -483,6 +483,8 @@ def test_a_run_is_not_resumed_with_another_split(script: Script, copied: Path) -
     was = yaml.safe_load((copied / "config.yaml").read_text())["split_seed"]
     again = [*script.eight, "--max_steps", "9", "--split_seed"]
     assert f"--split_seed was {was} and is now 77" in script.refused(copied, *again, "77")
+    if was is None:  # then it follows from --seed
+        assert "split_seed" not in script.refused(copied, *again[:-1], "--seed", "77")
     script.train(copied, *again, str(3 if was is None else was))  # as it was, said in other words: that of --seed
 
 

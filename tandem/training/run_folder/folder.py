@@ -100,6 +100,7 @@ class RunFolder:
             if name in config and normalize(old.get(name)) != normalize(new[name])
         ]
         if changed:
+            changed = [name for name in changed if saved.get(name) != config[name]] or changed
             reported = [name for name in changed if name in explicit_flags or name in _SEED_FLAGS] or changed
             differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in reported]
             raise ValueError(
