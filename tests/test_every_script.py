@@ -488,6 +488,21 @@ def test_a_run_is_not_resumed_with_another_split(script: Script, copied: Path) -
     script.train(copied, *again, str(3 if was is None else was))  # as it was, said in other words: that of --seed
 
 
+@of("vqgan", "decoder", "tokenizer")
+def test_a_distance_of_distributions_of_one_sample_is_refused_before_the_run(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("training.load_inception", "models.i3d_features"):
+        monkeypatch.setattr(f"tandem.{name}", lambda *given: None)
+    flag = "--fvd_weights" if script.name == "train_tokenizer" else "--fid_weights"
+    more = ["--n_evaluation_samples", "1"] if script.name == "train_decoder" else []
+    size = ["--batch_size", "1", "--valid_fraction", "0.01", "--valid_samples", "1"]
+    line = script.refused(tmp_path, flag, "w.pth", *size, *more)
+    remedy = more[0] if more else "--valid_fraction or --valid_samples"
+    assert line.endswith(f"{flag} compares at least 2 validation samples, and there is 1: raise {remedy}")
+    assert not names(tmp_path)
+
+
 def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp_path: Path) -> None:
     folder = script.data.write(tmp_path / "data", 24)
     before = files(tmp_path)

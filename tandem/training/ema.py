@@ -150,7 +150,7 @@ class WeightAverages:
         return {"updates": counts.get("", counts), **states.get("ema", by_length)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore counts and weights. Raises ValueError for other averages, also in another order, because the first one
+        """Restore counts and weights. Raises ValueError for other averages, or another order of them, because the first
         becomes the model of the run, and for missing or unexpected names."""
         weights = {f"{_LENGTH_PREFIX}{length}": entry["weights"] for length, entry in state.get("powers", {}).items()}
         if "weights" in state:

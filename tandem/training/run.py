@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation
 
 _MAX_VALIDATION_SHARE = 0.1  # of the time
+_DISTANCE_FLAGS = ("fid_weights", "fvd_weights")  # of Fréchet distances
 _SAMPLE_FOLDER_FLAGS = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
@@ -92,6 +93,12 @@ class Run:
             check_output_outside_samples(
                 config.output_dir, {flag: getattr(config, flag, None) for flag in _SAMPLE_FOLDER_FLAGS}
             )
+            n_drawn = getattr(config, "n_evaluation_samples", None)
+            n_measured, remedy = n_drawn, "--n_evaluation_samples"
+            if n_drawn is None:
+                n_measured, remedy = len(feed.validated), "--valid_fraction or --valid_samples"
+            if n_measured == 1 and (flag := next((f for f in _DISTANCE_FLAGS if getattr(config, f, None)), None)):
+                raise ValueError(f"--{flag} compares at least 2 validation samples, and there is 1: raise {remedy}")
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
         self.folder = RunFolder(config.output_dir, processes, fresh=config.fresh and not processes.is_restart)
         with processes.raise_on_all_ranks():
