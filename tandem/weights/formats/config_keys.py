@@ -73,9 +73,10 @@ def read_default(row: Row) -> Any:
 
 
 def get_section(config: Section, *names: str) -> Section:
-    """A section of the configuration, {} if it is absent or null."""
+    """A section of the configuration, {} if it is absent or null. Raises ValueError, in one line, if it is no
+    mapping."""
     for name in names:
-        config = config.get(name) or {}
+        config = require_mapping(config.get(name), name)
     return config
 
 
