@@ -219,8 +219,10 @@ def _has_answered(error: Exception) -> bool:
 
 def _describe(error: Exception) -> str:
     """Why a request to the Hub failed, in one line."""
+    from huggingface_hub.errors import HFValidationError
+
     error, status = _find_cause(error)
-    if type(error) is ValueError:
+    if type(error) in (ValueError, HFValidationError):  # of this file; or the Hub cannot have such a name
         return one_line(error)
     if status is None:
         return f"no answer ({type(error).__name__}: {one_line(error)})"
