@@ -282,7 +282,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
             report = {
                 "data": args.data, "samples": len(all_notes), "held_out_of": args.held_out_of, "prepared": preparation,
                 "resize": args.resize, "fvd_eps": args.fvd_eps if args.fvd_weights else None,
-                "judge_sha256": networks.sha256, "batch_size": args.batch_size, **kernel_settings(args, processes),
+                "network_sha256": networks.sha256, "batch_size": args.batch_size, **kernel_settings(args, processes),
                 "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
@@ -290,8 +290,8 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     if args.latents and all(trained.model.num_codes for trained in models.values()):
         processes.say("latents are not measured: every model has codes")
     feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
-    given = {"LPIPS (--lpips_weights)": networks.lpips, feature_metrics: networks.features}
-    if missing := [name for name, network in given.items() if network is None]:
+    networks_by_metric = {"LPIPS (--lpips_weights)": networks.lpips, feature_metrics: networks.features}
+    if missing := [name for name, network in networks_by_metric.items() if network is None]:
         processes.say(f"not measured, because their weights are not given: {', '.join(missing)}")
 
 
@@ -333,8 +333,8 @@ def classify(args: argparse.Namespace, processes: ProcessGroup) -> None:
                 folds = sorted({note["fold"] for note in notes}, key=lambda fold: (len(fold), fold))
                 for fold in folds if args.per_fold else []:
                     own = torch.tensor([note["fold"] == fold for note in notes])
-                    of_fold = {"samples": int(own.sum()), **classification_values(scores[own], is_class[own])}
-                    rows[f"{name}, fold {fold}"] = values[name].setdefault("folds", {})[fold] = of_fold
+                    fold_values = {"samples": int(own.sum()), **classification_values(scores[own], is_class[own])}
+                    rows[f"{name}, fold {fold}"] = values[name].setdefault("folds", {})[fold] = fold_values
     with processes.raise_on_all_ranks():
         if processes.is_root:
             processes.say(f"{len(notes)} sounds of {args.data} in {len(classes)} classes: {' | '.join(sentences)}")
