@@ -128,14 +128,14 @@ def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
 
 def evaluate(
     embedder: training.Embedder,
-    feed: data.TrainingData,
+    batches: data.ValidationBatches,
     contrastive: training.Contrastive,
     templates: Sequence[str],
     processes: ProcessGroup,
 ) -> dict[str, float]:
     """Loss, retrieval in both directions and zero-shot classification over the validation split and all processes."""
     quality, losses = training.RetrievalQuality(processes.device), training.Averages("loss", device=processes.device)
-    for batch in feed.validation():
+    for batch in batches:
         out = embedder.pairs(batch)
         # The loss is that of the batch of all processes. Each process weights it by its own number of sounds.
         result = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
@@ -201,8 +201,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
     alarm = training.CollapseAlarm(after_steps=schedules.limit_warmup(config.lr_warmup_steps, total_steps))
     evaluation = training.Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
-        validate=lambda model, step: evaluate(
-            make_embedder(model), feed, contrastive, config.zero_shot_templates, processes
+        validate=lambda model, batches, step: evaluate(
+            make_embedder(model), batches, contrastive, config.zero_shot_templates, processes
         ),
         draw=lambda versions, batch, step: draw_matches(
             make_embedder(training.final_model(versions)), batch, config.num_sounds_shown

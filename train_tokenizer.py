@@ -149,11 +149,11 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["videos"])
 
-    def validate(model: models.VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
+    def validate(
+        model: models.VideoTokenizer, batches: data.ValidationBatches, step: int
+    ) -> dict[str, float | Image.Image]:
         quality = training.VideoQuality(model.num_codes, config.num_frames, device, ["recon_loss"], lpips, i3d)
-        return training.evaluate_autoencoder(
-            model, map(videos_of, feed.validation()), pixel_loss, quality, processes.sum
-        )
+        return training.evaluate_autoencoder(model, map(videos_of, batches), pixel_loss, quality, processes.sum)
 
     def draw(versions: Mapping[str, models.VideoTokenizer], samples: Mapping[str, Any], step: int) -> training.Sample:
         clips = videos_of(samples)

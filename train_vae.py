@@ -113,10 +113,12 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def objective(out: models.VAEOutput) -> Tensor:
         return out.recon_loss + config.kl_loss_weight * out.kl
 
-    def validate(model: models.DiscreteVAE, step: int) -> dict[str, float | Image.Image]:
+    def validate(
+        model: models.DiscreteVAE, batches: data.ValidationBatches, step: int
+    ) -> dict[str, float | Image.Image]:
         """Noise-free loss, quality of hard reconstructions, and a picture of how often each code was chosen."""
         quality = training.ReconstructionQuality(model.num_tokens, device)
-        for batch in feed.validation():
+        for batch in batches:
             images = data.to_unit_range(batch["images"])
             codes = model.get_codebook_indices(images)
             loss = objective(model(images, temperature=temperature_at(step)))

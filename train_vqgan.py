@@ -129,11 +129,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["images"])
 
-    def validate(model: models.VQGAN, step: int) -> dict[str, float | Image.Image]:
+    def validate(model: models.VQGAN, batches: data.ValidationBatches, step: int) -> dict[str, float | Image.Image]:
         quality = training.ReconstructionQuality(model.num_codes, device, ["recon_loss"], lpips, inception)
-        return training.evaluate_autoencoder(
-            model, map(images_of, feed.validation()), pixel_loss, quality, processes.sum
-        )
+        return training.evaluate_autoencoder(model, map(images_of, batches), pixel_loss, quality, processes.sum)
 
     def draw(versions: Mapping[str, models.VQGAN], samples: Mapping[str, Any], step: int) -> Image.Image:
         images = images_of(samples)

@@ -304,6 +304,13 @@ class Run:
         self._is_late = self.clock.is_late(self.checkpoints.longest_seconds) and self.is_root
         return self.processes.stop_requested(self._is_late, now)
 
+    def check_stop_request(self) -> None:
+        """Raise AskedToStop if the run is asked to stop. All processes call it between the same steps of an evaluation.
+        Collective."""
+        self.notify("evaluation")
+        if self.stop_requested(now=True):
+            raise AskedToStop
+
     def write_line(self, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of the newest update to metrics.jsonl, the other trackers and the display."""
         times = self.clock.times(self.progress.samples)
@@ -391,7 +398,7 @@ class Run:
         if not self.progress.finished and share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
             self._has_reported_validations = True
             self.say(
-                f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
+                f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.valid_part)}, "
                 f"--validate_every_n_steps {self.config.validate_every_n_steps}): lower the first or raise the second"
             )
 
