@@ -25,7 +25,7 @@ from tandem.config.data import SoundFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.mulan import NOT_IN_MUSICLM_FILE, MuLaNConfig, TowerFlags
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import DecayingOptimizerFlags, RunFlags, start_flag
+from tandem.config.shared import VALIDATION, DecayingOptimizerFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -61,6 +61,7 @@ class ScriptFlags:
         ("{}", "the sound of {}", "a recording of {}"),
         "sentences with {} for the label, for zero-shot classification where the data has labels",
         templates,
+        requires=VALIDATION,
         title="evaluation",
     )
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
-from tandem.config.autoencoder_training import VALIDATION, GANFlags, LatentRegularizerFlags, perceptual_loss_warning
+from tandem.config.autoencoder_training import GANFlags, LatentRegularizerFlags, perceptual_loss_warning
 from tandem.config.converters import FILE, epoch_counts, two_fractions
 from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import QuantizerLossFlags, VQGANConfig
 from tandem.config.models.taming import LatentLossFlags
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import RateFlags, RunFlags, start_flag
+from tandem.config.shared import VALIDATION, RateFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 from tandem.sides import height_and_width
 from tandem.weights.load import init_discriminator, init_model, load_vision

@@ -244,6 +244,7 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
         (MULAN, of_text, "--text_dim"),
         (MULAN, ("--freeze_text_tower",), "--freeze_text_tower"),
         (whole, (*of_text, "--max_text_tokens", "13"), "12 tokens"),
+        (whole, (*of_text, "--text_tower_quick_gelu"), "leave out --text_tower_quick_gelu"),
         (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--sample_rate", "8000"), "16000 Hz"),
         (whole, ("--max_text_tokens", "12", *of_text, "--tokenizer", "clip"), "49408 tokens"),
     ):  # fmt: skip
