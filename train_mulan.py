@@ -170,7 +170,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
             model, config.learning_rate, config.betas, config.weight_decay, lion=config.use_lion
         )
     feed = data.sound_data(config, processes, tokenizer)
-    run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
+    run = training.Run(config, backend, feed, models={"engine": model})
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = training.make_ema(engine, config.ema_decay, config.ema_power)
@@ -210,7 +210,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         ),
         next_command=("embed.py", "--audio", data_path(config), "--output", f"{config.output_dir}/index"),
     )  # fmt: skip
-    run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
+    run.resume(COLUMNS, tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     with processes.raise_on_all_ranks():
         if run.is_root and not run.is_complete:
             tokenizer.save(run.folder.path)  # the next start reads this copy

@@ -135,8 +135,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     feed = data.video_data(config, processes)
     networks: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
     networks |= {} if vision is None else {"projection": vision}  # the model that a checkpoint's projection belongs to
-    columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
-    run = training.Run(config, backend, feed, models=networks, columns=columns)
+    run = training.Run(config, backend, feed, models=networks)
     generator.quantizer.connect(processes)
     autocast = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
@@ -176,11 +175,12 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         next_command=("encode.py", "--video_folder", data_path(config), "--output", output),
     )  # fmt: skip
-    run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
+    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
+    columns = gan_loss.possible_columns(COLUMNS, total_steps)
+    run.resume(columns, generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
     update_kind = clip_draws.update_kind(latent_losses.update_kind(gan_loss.active_terms))
-    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
     for step, batch in training.updates(run, evaluation, preview=config.num_videos_save, update_kind=update_kind):
         batch = clip_draws.cut(batch, step)
         tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
@@ -204,8 +204,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         alignment.update(batch, tokenizer.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
-        run.log_codes(codes, generator.num_codes, entropy_loss_weight=weights["entropy"])
-        run.log(update)
+        run.log_codes(codes, generator.num_codes)
+        run.log(update, **({"entropy_loss_weight": weights["entropy"]} if "entropy" in terms else {}))
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
             run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)

@@ -110,8 +110,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     feed = data.image_data(config, processes)
     networks: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
     networks |= {} if vision is None else {"projection": vision}  # the model that a checkpoint's projection belongs to
-    columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
-    run = training.Run(config, backend, feed, models=networks, columns=columns)
+    run = training.Run(config, backend, feed, models=networks)
 
     generator.quantizer.connect(processes)
     adam = partial(torch.optim.Adam, lr=config.learning_rate, fused=True)
@@ -153,10 +152,11 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         next_command=("encode.py", "--image_folder", data_path(config), "--output", output),
     )  # fmt: skip
-    run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
+    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
+    columns = gan_loss.possible_columns(COLUMNS, total_steps)
+    run.resume(columns, generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
-    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
     for step, batch in training.updates(
         run, evaluation, preview=config.num_images_save, update_kind=latent_losses.update_kind(gan_loss.active_terms)
     ):
@@ -182,8 +182,8 @@ def train(config: Config, backend: distributed.Backend) -> None:
         alignment.update(batch, vqgan.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
-        run.log_codes(codes, generator.num_codes, entropy_loss_weight=weights["entropy"])
-        run.log(update)
+        run.log_codes(codes, generator.num_codes)
+        run.log(update, **({"entropy_loss_weight": weights["entropy"]} if "entropy" in terms else {}))
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
             run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)

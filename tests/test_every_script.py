@@ -398,6 +398,17 @@ def test_the_entropy_loss_starts_stronger_and_ends_at_its_weight(script: Script,
     assert [line["entropy_loss_weight"] for line in metrics(run)] == pytest.approx([0.3, 0.2, 0.1, 0.1])
 
 
+@of("vqgan", "tokenizer")
+@pytest.mark.parametrize(("quantizer", "start", "absent"), [("lfq", 1, set()), ("vq", 2, {"discr_loss"})])
+def test_a_metric_that_a_run_cannot_have_is_neither_logged_nor_a_column(
+    quantizer: str, start: int, absent: set[str], script: Script, tmp_path: Path
+) -> None:
+    flags = ["--max_steps", "2", "--quantizer", quantizer, "--discr_start_step", str(start)]
+    output = set(script.output_of(tmp_path, *flags).split())
+    assert {"codes_used", "discr_loss"} - output == absent == {"discr_loss"} - set(metrics(tmp_path)[-1])
+    assert ("entropy_loss_weight" in metrics(tmp_path)[-1]) == (quantizer == "lfq")
+
+
 def test_the_model_that_is_left_loads_and_is_the_average(script: Script, finished: Path) -> None:
     last = checkpoint(finished, 8)
     left = dict(script.model.from_pretrained(finished / "model").state_dict())

@@ -66,7 +66,6 @@ class Run:
     Args:
         config: The flags of the run.
         models: The trained models by the names of their parts of a checkpoint (`ModelDescriptions`).
-        columns: The metrics that the terminal shows (`MetricsTable`).
 
     Raises:
         UserMistake: one line, if the folder cannot be used.
@@ -81,11 +80,10 @@ class Run:
         feed: TrainingData,
         *,
         models: Mapping[str, Any],
-        columns: Sequence[str] = (),
     ) -> None:
         self.config, self.backend, self.feed = config, backend, feed
         self.processes = processes = backend.processes
-        self._model_descriptions, self._columns = ModelDescriptions(models), columns
+        self._model_descriptions = ModelDescriptions(models)
         if config.dry_run:
             config.output_dir, config.report_to = folder_beside(config.output_dir, processes), ()
         with processes.raise_on_all_ranks():  # symbolic links may differ between machines
@@ -179,9 +177,9 @@ class Run:
         """Whether `log_codes` needs the codes of the update that is being made."""
         return self._metrics.are_codes_due
 
-    def resume(self, **parts: Stateful) -> None:
+    def resume(self, columns: Sequence[str], /, **parts: Stateful) -> None:
         """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
-        print a summary of the run and its progress.
+        print a summary of the run, and from then on the metrics `columns` (`MetricsTable`).
 
         Raises:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
@@ -199,7 +197,7 @@ class Run:
         self._resumed_step = self.progress.step
         changed_flags = self._record_start()
         self.display = ProgressDisplay(
-            self.progress, self.is_root, columns=self._columns,
+            self.progress, self.is_root, columns=columns,
             max_seconds_left=lambda: self.clock.max_run_seconds - self.clock.seconds,
         )  # fmt: skip
         if self.progress.unlogged_line and not self.tracker.has_line(self.progress.step):
