@@ -223,15 +223,13 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, update_kind=token_widths):
         engine.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
-        cache = training.GradCache(engine, processes, contrastive, batch, inputs)
-        for micro_batch in engine.micro_batches(batch):
-            out = engine(**inputs(micro_batch))
-            # The value of the whole batch's loss, with its gradients with respect to this micro-batch's embeddings.
-            loss = cache.surrogate_loss(out, micro_batch["caption_ids"])
+        # The value of the whole batch's loss, with its gradients with respect to the embeddings of a micro-batch.
+        for loss, result in training.grad_cache_losses(engine, processes, contrastive, batch, inputs):
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
+            run.log(**contrastive.metrics(result))
         update = engine.step(with_norm=run.is_line_due)
         ema.update(update.skipped)
-        run.log(update, **contrastive.metrics(cache.result))
+        run.log(update)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

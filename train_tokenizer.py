@@ -190,18 +190,20 @@ def train(config: Config, backend: distributed.Backend) -> None:
         # The KL is per latent, the errors are per value of the clip, which may be an image.
         weights["kl"] = config.kl_loss_weight / generator.values_per_latent(frames=batch["videos"].shape[2])
         weights["equivariance_loss"], weights["alignment_loss"] = config.equivariance_weight, config.align_weight
-        fakes, codes = [], []
+        fakes, codes, aligned = [], [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = tokenizer(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment.terms(out, micro_batch)}
+            alignment_term, aligned_pair = alignment.terms(out, micro_batch)
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment_term}
             loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             tokenizer.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
+            aligned.append(aligned_pair)
             run.add(loss=loss, **terms)
         update = tokenizer.step(with_norm=run.is_line_due)
-        alignment.update(batch, tokenizer.lr, with_norm=run.is_line_due)
+        alignment.update(batch, aligned, tokenizer.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
         run.log_codes(codes, generator.num_codes)

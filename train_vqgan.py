@@ -167,19 +167,21 @@ def train(config: Config, backend: distributed.Backend) -> None:
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         weights["kl"] = config.kl_loss_weight / values_per_latent  # the KL is per latent, the errors are per value
         weights["equivariance_loss"], weights["alignment_loss"] = config.equivariance_weight, config.align_weight
-        fakes, codes = [], []
+        fakes, codes, aligned = [], [], []
         # With --grad_accum_steps, passes without gradients come first, for statistics of codes and an adaptive weight.
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = vqgan(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment.terms(out, micro_batch)}
+            alignment_term, aligned_pair = alignment.terms(out, micro_batch)
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment_term}
             loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             vqgan.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
+            aligned.append(aligned_pair)
             run.add(loss=loss, **terms)
         update = vqgan.step(with_norm=run.is_line_due)
-        alignment.update(batch, vqgan.lr, with_norm=run.is_line_due)
+        alignment.update(batch, aligned, vqgan.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
         run.log_codes(codes, generator.num_codes)

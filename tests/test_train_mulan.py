@@ -20,8 +20,7 @@ from tandem.data.sampling.order import split_samples
 from tandem.data.sets import open_sounds
 from tandem.data.tokenizers import open_tokenizer
 from tandem.models import MuLaN
-from tandem.training.losses.contrastive import ContrastiveResult
-from tandem.training.losses.grad_cache import GradCache
+from tandem.training.losses.contrastive import Contrastive, ContrastiveResult
 from tandem.weights.formats.towers import read_audio_tower, read_text_tower
 from tandem.weights.load import load_model
 from tests.models.towers import audio_folder, text_folder
@@ -170,14 +169,15 @@ def test_a_run_that_has_collapsed_is_told_so_after_its_warm_up_once(
     """What an update finds is given here: where a run ends depends on the instructions of the CPU. The loss of a
     collapse stays at ln(B - 1), as users of the public trainer saw it: of 512, 6.236."""
 
-    result: Any = GradCache.result
+    metrics_of: Any = Contrastive.metrics
 
-    def collapsed(cache: GradCache) -> ContrastiveResult:
-        found: ContrastiveResult = result.fget(cache)
-        return found._replace(loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
-                              audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5))  # fmt: skip
+    def collapsed(contrastive: Contrastive, result: ContrastiveResult) -> Any:
+        return metrics_of(contrastive, result._replace(
+            loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
+            audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5),
+        ))  # fmt: skip
 
-    monkeypatch.setattr(GradCache, "result", property(collapsed))
+    monkeypatch.setattr(Contrastive, "metrics", collapsed)
     said = MULAN.output_of(tmp_path, "--max_steps", "14", "--valid_fraction", "0", "--lr_warmup_steps", "6")
     warnings = [line for line in said.splitlines() if "warning" in line]
     assert [sum(word in line for line in warnings) for word in ("text side", "audio side", "6.236")] == [1, 0, 1]
