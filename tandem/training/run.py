@@ -196,10 +196,8 @@ class Run:
             messages.append("an earlier start of this run left no checkpoint, so the run begins at its first update")
         self._resumed_step = self.progress.step
         changed_flags = self._record_start()
-        self.display = ProgressDisplay(
-            self.progress, self.is_root, columns=columns,
-            max_seconds_left=lambda: self.clock.max_run_seconds - self.clock.seconds,
-        )  # fmt: skip
+        seconds_left = (lambda: self.clock.max_run_seconds - self.clock.seconds) if self.config.max_minutes else None
+        self.display = ProgressDisplay(self.progress, self.is_root, columns=columns, max_seconds_left=seconds_left)
         if self.progress.unlogged_line and not self.tracker.has_line(self.progress.step):
             # A checkpoint of an earlier version, which wrote an update's line after the validation.
             self._log({**self.progress.unlogged_line, "bad_samples": self.feed.bad_samples.count})
@@ -284,6 +282,13 @@ class Run:
         if not self.progress.due(self.config.log_every_n_steps):
             return {}
         return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
+
+    def first_row_text(self) -> str:
+        """A line about when the next line of metrics is due."""
+        every = self.config.log_every_n_steps
+        step = min((self.progress.step // every + 1) * every, self.progress.last_step)
+        compiles = ", and the first update compiles the model" if self.config.compile else ""
+        return f"training: the first row follows update {step} (--log_every_n_steps {every}){compiles}"
 
     def advance(self) -> None:
         """Count a completed update. The first one has made the optimizers' moments: allocate pinned memory for the
