@@ -226,6 +226,9 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     WITH_TOWERS.train(longer, *said, "--max_steps", "4")
     thawed = [word for word in said if word != "--freeze_text_tower"]
     assert "--freeze_text_tower was True and is now False" in WITH_TOWERS.refused(longer, *thawed, "--max_steps", "5")
+    assert "--use_lion was False and is now True" in WITH_TOWERS.refused(
+        longer, *said, "--max_steps", "5", "--use_lion"
+    )
     assert yaml.safe_load((longer / "config.yaml").read_text())["tokenizer"] == str(Path(text, "tokenizer.json"))
     frozen = {name: weight for name, weight in state.items() if name.startswith("text.encoder.")}
     assert_same_bits({name: final_weights(longer)[name] for name in frozen}, frozen)

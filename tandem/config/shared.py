@@ -122,7 +122,7 @@ class OptimizerFlags:
     """Flags of every script that trains by AdamW or Lion (`make_optimizer`)."""
 
     betas: tuple[float, float] = flag((0.9, 0.99), "betas of the optimizer", two_fractions, title="optimizer")
-    use_lion: bool = flag(False, "use Lion instead of AdamW")
+    use_lion: bool = flag(False, "use Lion instead of AdamW", fixed_on_resume=bool)
 
 
 @dataclass

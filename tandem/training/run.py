@@ -36,13 +36,12 @@ from tandem.training.logging.progress import (
     describe_changes,
     describe_part,
     format_duration,
-    format_setting,
     run_length,
 )
 from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import EVALUATION_SECONDS
 from tandem.training.run_folder.dry_run_folder import folder_beside
-from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples
+from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples, format_setting
 from tandem.training.run_folder.starts import end_start, last_start
 from tandem.training.visuals.images import Sample, to_png
 
@@ -283,8 +282,10 @@ class Run:
             return {}
         return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
 
-    def first_row_text(self) -> str:
-        """A line about when the next line of metrics is due."""
+    def first_row_text(self) -> str | None:
+        """A line about when the next line of metrics is due; None if the last update is made."""
+        if self.progress.finished:
+            return None
         every = self.config.log_every_n_steps
         step = min((self.progress.step // every + 1) * every, self.progress.last_step)
         compiles = ", and the first update compiles the model" if self.config.compile else ""

@@ -209,11 +209,6 @@ def format_duration(seconds: float) -> str:
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
-def format_setting(value: Any) -> Any:
-    """A setting as in a command: 30 for the number 30.0."""
-    return f"{value:g}" if isinstance(value, float) else value
-
-
 def describe_part(part: Any) -> str:
     """An engine's number of parameters, and the codebook of its model if it has one; empty for other parts."""
     count = getattr(part, "num_parameters", None)
