@@ -120,8 +120,8 @@ class GANLoss:
     def possible_columns(self, columns: Sequence[str], total_steps: int) -> list[str]:
         """Those of the metrics `columns` that can have a value in a run of so many updates: a model without codes uses
         none, and the discriminator may not begin to learn."""
-        absent = () if self._quantizer.num_codes else ("codes_used", "valid/codes_used")
-        absent += () if self.is_adversarial(total_steps - 1) else ("discr_loss",)
+        absent = set() if self._quantizer.num_codes else {"codes_used", "valid/codes_used"}
+        absent |= set() if self.is_adversarial(total_steps - 1) else {"discr_loss"}
         return [name for name in columns if name not in absent]
 
     def active_terms(self, step: int, batch: Mapping[str, Any] | None = None) -> tuple[bool, bool]:
