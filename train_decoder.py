@@ -162,7 +162,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         unet_numbers = config.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(config, decoder, number, device) for number in unet_numbers}
     columns = [*(f"unet{number}/error" for number in unet_numbers), *COLUMNS]
-    run = training.Run(config, backend, feed, models={"decoder": decoder}, columns=columns)
+    run = training.Run(config, backend, feed, models={"decoder": decoder})
 
     # The second result of `training_pictures` for Unet 1 is the conditions: it has no other inputs.
     generation = training.Generation(
@@ -211,7 +211,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     extra_actions = [picture_evaluation] if has_picture_metrics else []
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     # The state of `cascade` is the weights of the other Unets, which are not trained.
-    run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
+    run.resume(columns, **{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if config.n_evaluation_samples:
         metric_weights = {"inception": config.fid_weights, "lpips": config.lpips_weights, "clip": config.clip}
         run.say(training.missing_metrics_text(metric_weights))

@@ -101,7 +101,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     with processes.raise_on_all_ranks():  # if this fails on one process, all end
         model = build_model(config).to(device)
     feed = data.image_data(config, processes)
-    run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
+    run = training.Run(config, backend, feed, models={"engine": model})
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True), name="vae")
     ema = training.make_ema(vae, config.ema_decay, config.ema_power)
@@ -144,7 +144,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw), watch=alarm.check,
         next_command=("encode.py", "--image_folder", data_path(config), "--output", codes_folder),
     )  # fmt: skip
-    run.resume(engine=vae, ema=ema)
+    run.resume(COLUMNS, engine=vae, ema=ema)
 
     for step, batch in training.updates(run, evaluation, preview=config.num_images_save):
         temperature, codes = temperature_at(step), []

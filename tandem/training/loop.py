@@ -97,6 +97,7 @@ def updates(
         if run.config.dry_run:
             yield from run_dry(run, all_actions, batch, operations_key)
             return
+        run.say(run.first_row_text())
         if run.progress.step and not run.previous_evaluation:  # an earlier start may have ended before its evaluation
             with run.clock.paused():
                 _evaluate(run, evaluation, [action for action in _due(run, all_actions) if action.measures])
