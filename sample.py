@@ -200,7 +200,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
 
     from tandem.data.decoding.arrays import read_array_header
     from tandem.data.decoding.texts import normalize_text
-    from tandem.data.sources.demo import condition_of
+    from tandem.data.sources.demo.pictures import condition_of
     from tandem.data.sources.record import FileRef
 
     prompts = list(args.prompts or [])

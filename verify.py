@@ -55,8 +55,8 @@ WITHOUT_EFFECT = {"output_dir", "num_workers", "timeout_minutes", "keep_n_checkp
 REPLAYED_WITH = {"max_minutes": None, "save_before_minutes": None, "save_every_minutes": 0.0, "save_every_n_steps": 0,
                  "report_to": "none"}  # fmt: skip
 NOT_REPLAYED = {"output_dir", "fresh", "dry_run"}  # flags with which a script would write elsewhere, or nothing
-# Of a checkpoint: what time and place of the run decide.
-OF_THE_PLACE = ("progress/seconds", "tokenizer/name")
+# Of a checkpoint: what the time and the folder of the run decide.
+NOT_COMPARED = ("progress/seconds", "tokenizer/name")
 # metrics.jsonl has 12 digits, of fp64 means that other processes may add in another order.
 LAST_DIGIT = 1e-11
 # How verdicts begin, and their exit codes; the first that one of several machines has counts.
@@ -215,13 +215,13 @@ class Replay:
         differences = [f"{name} {text}" for name, text in texts.items() if text]
         where = f"{self} on {socket.gethostname()}"
         if not differences:
-            agreement = "are the same, bit by bit"
+            text = "are the same, bit by bit"
             if not has_same_placement:
-                agreement = (
+                text = (
                     "are the same: tensors bit by bit, logged values to 11 digits, because other processes add them in "
                     "another order; validations were not compared"
                 )
-            return f"{CONFIRMED}{where}: {len(names)} logged values and tensors {agreement}"
+            return f"{CONFIRMED}{where}: {len(names)} logged values and tensors {text}"
         logged = [text for text in differences if text.startswith("update ")]
         firsts = "; ".join([*logged[:1], *differences[len(logged) :][:1]])
         return f"{DIFFERS}{where}: {firsts}; {len(differences)} of {len(names)} differ; the replay is in {self.output}"
@@ -240,7 +240,7 @@ class Replay:
         parts = read_checkpoint(checkpoint(folder, self.last), verify=False)[0]
         if not with_validations:
             parts.pop("best", None)
-        return values | {name: value for name, value in leaves(parts) if name not in OF_THE_PLACE}
+        return values | {name: value for name, value in leaves(parts) if name not in NOT_COMPARED}
 
 
 def checkpoint(folder: Path, step: int) -> Path:
