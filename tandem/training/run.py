@@ -93,7 +93,7 @@ class Run:
             n_drawn = getattr(config, "n_evaluation_samples", None)
             n_measured, remedy = n_drawn, "--n_evaluation_samples"
             if n_drawn is None:
-                n_measured, remedy = len(feed.validated), "--valid_fraction or --valid_samples"
+                n_measured, remedy = len(feed.valid_part), "--valid_fraction or --valid_samples"
             if n_measured == 1 and (flag := next((f for f in _DISTANCE_FLAGS if getattr(config, f, None)), None)):
                 raise ValueError(f"--{flag} compares at least 2 validation samples, and there is 1: raise {remedy}")
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
