@@ -211,7 +211,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
 
     from tandem.data.stores.output import json_bytes
     from tandem.measuring.autoencoders import (
-        decode_between_neighbours,
+        compute_scores,
         measure_batches,
         open_measures,
         open_models,
@@ -219,7 +219,6 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         reference_statistics,
     )
     from tandem.measuring.passes import process_batches, require_same_files
-    from tandem.training.metrics import fid
 
     with processes.raise_on_all_ranks():
         models = open_models(args, processes)
@@ -250,26 +249,10 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
         key = [networks.sha256, args.fvd_eps, samples.fingerprint, preparation, checksums, *settings]
         reference = reference_statistics(key, networks, run_pass, processes) if networks.features else None
     values: dict[str, dict[str, Any]] = {}
-    for number, (name, trained, quality, features, latents) in enumerate(measures):
-        scores, _ = quality.result(processes.sum)
+    for number, model_measures in enumerate(measures):
+        name, trained = model_measures.name, model_measures.trained
+        scores = compute_scores(model_measures, reference, len(samples), networks, args, processes)
         speed = processes.world_size / median(note["measurements"][number][1] for note in all_notes)
-        if latents:
-            scores |= latents.statistics.result(processes.sum)
-        if features and reference:
-            distributions = dict[str, Any]()
-            distributions["rfid" if args.fid_weights else "rfvd"], score = features.result(processes.sum)
-            scores |= score
-            if latents:
-                distributions["ifid"] = decode_between_neighbours(
-                    latents.all_latents(len(samples), processes.sum), trained.model, networks, args, processes
-                )
-            processes.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
-            with processes.raise_on_all_ranks():
-                if processes.is_root:
-                    scores |= {
-                        metric: fid.frechet_distance(reference, distribution)
-                        for metric, distribution in distributions.items()
-                    }
         row = {metric: scores[metric] for metric in (*HEADINGS, *LISTS) if metric in scores}
         row |= {"trained_on": trained_on[name]} if name in trained_on else {}
         values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.identity}
@@ -282,7 +265,7 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
             report = {
                 "data": args.data, "samples": len(all_notes), "held_out_of": args.held_out_of, "prepared": preparation,
                 "resize": args.resize, "fvd_eps": args.fvd_eps if args.fvd_weights else None,
-                "judge_sha256": networks.sha256, "batch_size": args.batch_size, **kernel_settings(args, processes),
+                "network_sha256": networks.sha256, "batch_size": args.batch_size, **kernel_settings(args, processes),
                 "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
@@ -290,27 +273,23 @@ def evaluate(args: argparse.Namespace, processes: ProcessGroup) -> None:
     if args.latents and all(trained.model.num_codes for trained in models.values()):
         processes.say("latents are not measured: every model has codes")
     feature_metrics = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
-    given = {"LPIPS (--lpips_weights)": networks.lpips, feature_metrics: networks.features}
-    if missing := [name for name, network in given.items() if network is None]:
+    networks_by_metric = {"LPIPS (--lpips_weights)": networks.lpips, feature_metrics: networks.features}
+    if missing := [name for name, network in networks_by_metric.items() if network is None]:
         processes.say(f"not measured, because their weights are not given: {', '.join(missing)}")
 
 
 def classify(args: argparse.Namespace, processes: ProcessGroup) -> None:
     """Measure how well MuLaNs classify sounds by the names of the classes, and report the values. Raises AskedToStop
     after a signal."""
-    import torch
-
     from tandem.data.fields import ClassesField
     from tandem.data.sets import open_classified_sounds
     from tandem.data.stores.output import json_bytes
-    from tandem.embedding import open_embedder, unit_means
+    from tandem.embedding import open_embedder
     from tandem.measuring.passes import require_same_files
-    from tandem.measuring.sounds import embed_sounds
-    from tandem.training.metrics.retrieval import classification_values, prompts
+    from tandem.measuring.sounds import Classification, classify_sounds
 
-    sentences = args.zero_shot_templates
     values, rows = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()  # of the models; of the table
-    classes, notes = list[str](), list[dict[str, Any]]()
+    result = Classification(0, [], {}, {})
     for name in args.model:
         with processes.raise_on_all_ranks():
             embedder = open_embedder(name, args.batch_size, processes, args.precision)
@@ -321,29 +300,21 @@ def classify(args: argparse.Namespace, processes: ProcessGroup) -> None:
         require_same_files(sounds, args, processes)
         if sounds.skipped and not values:
             processes.say(sounds.skipped)
-        vectors, notes = embed_sounds(sounds, embedder, args, processes)
-        with processes.raise_on_all_ranks():
-            if processes.is_root:
-                classes = sorted({class_name for note in notes for class_name in note["classes"]})
-                texts = torch.stack([embedder.embed_text(text) for text in prompts(classes, sentences)])
-                # One product for all sounds: its bits do not depend on the number of processes.
-                scores = vectors.double() @ unit_means(texts.split(len(sentences))).double().T
-                is_class = torch.tensor([[class_name in note["classes"] for class_name in classes] for note in notes])
-                rows[name] = values[name] = {**classification_values(scores, is_class), **embedder.identity}
-                folds = sorted({note["fold"] for note in notes}, key=lambda fold: (len(fold), fold))
-                for fold in folds if args.per_fold else []:
-                    own = torch.tensor([note["fold"] == fold for note in notes])
-                    of_fold = {"samples": int(own.sum()), **classification_values(scores[own], is_class[own])}
-                    rows[f"{name}, fold {fold}"] = values[name].setdefault("folds", {})[fold] = of_fold
+        result = classify_sounds(sounds, embedder, args, processes)
+        rows[name] = values[name] = {**result.values, **embedder.identity}
+        if args.per_fold:
+            values[name]["folds"] = result.folds
+            rows |= {f"{name}, fold {fold}": fold_values for fold, fold_values in result.folds.items()}
     with processes.raise_on_all_ranks():
         if processes.is_root:
-            processes.say(f"{len(notes)} sounds of {args.data} in {len(classes)} classes: {' | '.join(sentences)}")
+            sentences = " | ".join(args.zero_shot_templates)
+            processes.say(f"{result.n_sounds} sounds of {args.data} in {len(result.classes)} classes: {sentences}")
             say_table(rows, "", processes.say)
         if processes.is_root and args.output:
             report = {
-                "data": args.data, "samples": len(notes), "classes": classes, "zero_shot_templates": sentences,
-                "max_clips": args.max_clips, "batch_size": args.batch_size, **kernel_settings(args, processes),
-                "models": values,
+                "data": args.data, "samples": result.n_sounds, "classes": result.classes,
+                "zero_shot_templates": args.zero_shot_templates, "max_clips": args.max_clips,
+                "batch_size": args.batch_size, **kernel_settings(args, processes), "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
 

@@ -200,15 +200,15 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
 
     from tandem.data.decoding.arrays import read_array_header
     from tandem.data.decoding.texts import normalize_text
-    from tandem.data.sources.demo import condition_of
+    from tandem.data.sources.demo.pictures import condition_of
     from tandem.data.sources.record import FileRef
 
     prompts = list(args.prompts or [])
     if args.prompt_file:
         try:
             prompts += text_lines(plain_text(read_bytes(args.prompt_file, LONGEST_FILE_BYTES)))
-        except ValueError as error:
-            raise ValueError(f"--prompt_file {args.prompt_file}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--prompt_file {args.prompt_file}: {error_text(error)}") from None
         if not prompts:
             raise ValueError(f"--prompt_file {args.prompt_file} holds no text")
     prompts = [*map(normalize_text, prompts)]  # captions are normalised in the same way in training

@@ -162,12 +162,12 @@ def train(config: Config, backend: distributed.Backend) -> None:
         unet_numbers = config.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(config, decoder, number, device) for number in unet_numbers}
     columns = [*(f"unet{number}/error" for number in unet_numbers), *COLUMNS]
-    run = training.Run(config, backend, feed, models={"decoder": decoder}, columns=columns)
+    run = training.Run(config, backend, feed, models={"decoder": decoder})
 
     # The second result of `training_pictures` for Unet 1 is the conditions: it has no other inputs.
     generation = training.Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.from_args(config), processes,
-        config.seed, backend.autocast,
+        config.seed, run.check_stop_request, backend.autocast,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = training.Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
@@ -177,16 +177,16 @@ def train(config: Config, backend: distributed.Backend) -> None:
         run.folder.path, processes.is_root, metric=metric, lowest=True, broadcast=processes.broadcast_object
     )
 
-    def validate(model: models.Decoder, step: int) -> dict[str, float]:
+    def validate(model: models.Decoder, batches: data.ValidationBatches, step: int) -> dict[str, float]:
         """Errors of the trained Unets over the validation split: overall, and by quarter of the noise levels."""
         errors = training.UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, device)
         was_training = model.training
         model.eval()
-        for batch in feed.validation():
+        for batch in batches:
             embedded = embed(batch)
             for number, unet in unets.items():
                 network = backend.autocast()(model.unets[number - 1])  # as in training: around the Unet, not the loss
-                errors.add(number, *unet.validation_errors(network, embedded, len(feed.validated)))
+                errors.add(number, *unet.validation_errors(network, embedded, batches.n_samples))
         model.train(was_training)
         return errors.result(processes.sum)
 
@@ -211,7 +211,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     extra_actions = [picture_evaluation] if has_picture_metrics else []
     last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     # The state of `cascade` is the weights of the other Unets, which are not trained.
-    run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
+    run.resume(columns, **{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if config.n_evaluation_samples:
         metric_weights = {"inception": config.fid_weights, "lpips": config.lpips_weights, "clip": config.clip}
         run.say(training.missing_metrics_text(metric_weights))

@@ -25,7 +25,7 @@ from tandem.config.data import SoundFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.mulan import NOT_IN_MUSICLM_FILE, MuLaNConfig, TowerFlags
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import DecayingOptimizerFlags, RunFlags, start_flag
+from tandem.config.shared import VALIDATION, DecayingOptimizerFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -61,6 +61,7 @@ class ScriptFlags:
         ("{}", "the sound of {}", "a recording of {}"),
         "sentences with {} for the label, for zero-shot classification where the data has labels",
         templates,
+        requires=VALIDATION,
         title="evaluation",
     )
 
@@ -128,14 +129,14 @@ def build_model(config: Config, tokenizer: data.Tokenizer) -> models.MuLaN:
 
 def evaluate(
     embedder: training.Embedder,
-    feed: data.TrainingData,
+    batches: data.ValidationBatches,
     contrastive: training.Contrastive,
     templates: Sequence[str],
     processes: ProcessGroup,
 ) -> dict[str, float]:
     """Loss, retrieval in both directions and zero-shot classification over the validation split and all processes."""
     quality, losses = training.RetrievalQuality(processes.device), training.Averages("loss", device=processes.device)
-    for batch in feed.validation():
+    for batch in batches:
         out = embedder.pairs(batch)
         # The loss is that of the batch of all processes. Each process weights it by its own number of sounds.
         result = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
@@ -169,7 +170,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
             model, config.learning_rate, config.betas, config.weight_decay, lion=config.use_lion
         )
     feed = data.sound_data(config, processes, tokenizer)
-    run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
+    run = training.Run(config, backend, feed, models={"engine": model})
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = training.make_ema(engine, config.ema_decay, config.ema_power)
@@ -201,15 +202,15 @@ def train(config: Config, backend: distributed.Backend) -> None:
     alarm = training.CollapseAlarm(after_steps=schedules.limit_warmup(config.lr_warmup_steps, total_steps))
     evaluation = training.Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
-        validate=lambda model, step: evaluate(
-            make_embedder(model), feed, contrastive, config.zero_shot_templates, processes
+        validate=lambda model, batches, step: evaluate(
+            make_embedder(model), batches, contrastive, config.zero_shot_templates, processes
         ),
         draw=lambda versions, batch, step: draw_matches(
             make_embedder(training.final_model(versions)), batch, config.num_sounds_shown
         ),
         next_command=("embed.py", "--audio", data_path(config), "--output", f"{config.output_dir}/index"),
     )  # fmt: skip
-    run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
+    run.resume(COLUMNS, tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     with processes.raise_on_all_ranks():
         if run.is_root and not run.is_complete:
             tokenizer.save(run.folder.path)  # the next start reads this copy
@@ -222,15 +223,13 @@ def train(config: Config, backend: distributed.Backend) -> None:
 
     for step, batch in training.updates(run, evaluation, preview=PAIRS_SHOWN, update_kind=token_widths):
         engine.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
-        cache = training.GradCache(engine, processes, contrastive, batch, inputs)
-        for micro_batch in engine.micro_batches(batch):
-            out = engine(**inputs(micro_batch))
-            # The value of the whole batch's loss, with its gradients with respect to this micro-batch's embeddings.
-            loss = cache.surrogate_loss(out, micro_batch["caption_ids"])
+        # The value of the whole batch's loss, with its gradients with respect to the embeddings of a micro-batch.
+        for loss, result in training.grad_cache_losses(engine, processes, contrastive, batch, inputs):
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
+            run.log(**contrastive.metrics(result))
         update = engine.step(with_norm=run.is_line_due)
         ema.update(update.skipped)
-        run.log(update, **contrastive.metrics(cache.result))
+        run.log(update)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

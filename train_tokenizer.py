@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
-from tandem.config.autoencoder_training import VALIDATION, GANFlags, LatentRegularizerFlags, perceptual_loss_warning
+from tandem.config.autoencoder_training import GANFlags, LatentRegularizerFlags, perceptual_loss_warning
 from tandem.config.converters import FILE, sizes
 from tandem.config.data import VideoFlags, data_path
 from tandem.config.fields import flag, given
 from tandem.config.models.autoencoders import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.config.models.taming import LatentLossFlags
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import DecayingOptimizerFlags, RunFlags, start_flag
+from tandem.config.shared import VALIDATION, DecayingOptimizerFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 from tandem.sides import height_and_width
 from tandem.weights.load import init_discriminator, init_model, load_vision
@@ -135,8 +135,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     feed = data.video_data(config, processes)
     networks: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
     networks |= {} if vision is None else {"projection": vision}  # the model that a checkpoint's projection belongs to
-    columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
-    run = training.Run(config, backend, feed, models=networks, columns=columns)
+    run = training.Run(config, backend, feed, models=networks)
     generator.quantizer.connect(processes)
     autocast = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, optimizer, name="generator")
@@ -149,11 +148,11 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["videos"])
 
-    def validate(model: models.VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
+    def validate(
+        model: models.VideoTokenizer, batches: data.ValidationBatches, step: int
+    ) -> dict[str, float | Image.Image]:
         quality = training.VideoQuality(model.num_codes, config.num_frames, device, ["recon_loss"], lpips, i3d)
-        return training.evaluate_autoencoder(
-            model, map(videos_of, feed.validation()), pixel_loss, quality, processes.sum
-        )
+        return training.evaluate_autoencoder(model, map(videos_of, batches), pixel_loss, quality, processes.sum)
 
     def draw(versions: Mapping[str, models.VideoTokenizer], samples: Mapping[str, Any], step: int) -> training.Sample:
         clips = videos_of(samples)
@@ -176,11 +175,12 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         next_command=("encode.py", "--video_folder", data_path(config), "--output", output),
     )  # fmt: skip
-    run.resume(generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
+    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
+    columns = gan_loss.possible_columns(COLUMNS, total_steps)
+    run.resume(columns, generator=tokenizer, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
     update_kind = clip_draws.update_kind(latent_losses.update_kind(gan_loss.active_terms))
-    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule)
     for step, batch in training.updates(run, evaluation, preview=config.num_videos_save, update_kind=update_kind):
         batch = clip_draws.cut(batch, step)
         tokenizer.lr = with_warmup(step, total_steps, config.learning_rate, config.lr_warmup_steps)
@@ -190,22 +190,24 @@ def train(config: Config, backend: distributed.Backend) -> None:
         # The KL is per latent, the errors are per value of the clip, which may be an image.
         weights["kl"] = config.kl_loss_weight / generator.values_per_latent(frames=batch["videos"].shape[2])
         weights["equivariance_loss"], weights["alignment_loss"] = config.equivariance_weight, config.align_weight
-        fakes, codes = [], []
+        fakes, codes, aligned = [], [], []
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = tokenizer(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment.terms(out, micro_batch)}
+            alignment_term, aligned_pair = alignment.terms(out, micro_batch)
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment_term}
             loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             tokenizer.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
+            aligned.append(aligned_pair)
             run.add(loss=loss, **terms)
         update = tokenizer.step(with_norm=run.is_line_due)
-        alignment.update(batch, tokenizer.lr, with_norm=run.is_line_due)
+        alignment.update(batch, aligned, tokenizer.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
-        run.log_codes(codes, generator.num_codes, entropy_loss_weight=weights["entropy"])
-        run.log(update)
+        run.log_codes(codes, generator.num_codes)
+        run.log(update, **({"entropy_loss_weight": weights["entropy"]} if "entropy" in terms else {}))
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
             run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)

@@ -101,7 +101,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     with processes.raise_on_all_ranks():  # if this fails on one process, all end
         model = build_model(config).to(device)
     feed = data.image_data(config, processes)
-    run = training.Run(config, backend, feed, models={"engine": model}, columns=COLUMNS)
+    run = training.Run(config, backend, feed, models={"engine": model})
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True), name="vae")
     ema = training.make_ema(vae, config.ema_decay, config.ema_power)
@@ -113,10 +113,12 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def objective(out: models.VAEOutput) -> Tensor:
         return out.recon_loss + config.kl_loss_weight * out.kl
 
-    def validate(model: models.DiscreteVAE, step: int) -> dict[str, float | Image.Image]:
+    def validate(
+        model: models.DiscreteVAE, batches: data.ValidationBatches, step: int
+    ) -> dict[str, float | Image.Image]:
         """Noise-free loss, quality of hard reconstructions, and a picture of how often each code was chosen."""
         quality = training.ReconstructionQuality(model.num_tokens, device)
-        for batch in feed.validation():
+        for batch in batches:
             images = data.to_unit_range(batch["images"])
             codes = model.get_codebook_indices(images)
             loss = objective(model(images, temperature=temperature_at(step)))
@@ -142,7 +144,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw), watch=alarm.check,
         next_command=("encode.py", "--image_folder", data_path(config), "--output", codes_folder),
     )  # fmt: skip
-    run.resume(engine=vae, ema=ema)
+    run.resume(COLUMNS, engine=vae, ema=ema)
 
     for step, batch in training.updates(run, evaluation, preview=config.num_images_save):
         temperature, codes = temperature_at(step), []

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem import data, distributed, models, schedules, training
-from tandem.config.autoencoder_training import VALIDATION, GANFlags, LatentRegularizerFlags, perceptual_loss_warning
+from tandem.config.autoencoder_training import GANFlags, LatentRegularizerFlags, perceptual_loss_warning
 from tandem.config.converters import FILE, epoch_counts, two_fractions
 from tandem.config.data import ImageFlags, data_path
 from tandem.config.fields import flag
 from tandem.config.models.autoencoders import QuantizerLossFlags, VQGANConfig
 from tandem.config.models.taming import LatentLossFlags
 from tandem.config.parser import ArgumentParser
-from tandem.config.shared import RateFlags, RunFlags, start_flag
+from tandem.config.shared import VALIDATION, RateFlags, RunFlags, start_flag
 from tandem.launch import start_training, training_parser
 from tandem.sides import height_and_width
 from tandem.weights.load import init_discriminator, init_model, load_vision
@@ -110,8 +110,7 @@ def train(config: Config, backend: distributed.Backend) -> None:
     feed = data.image_data(config, processes)
     networks: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
     networks |= {} if vision is None else {"projection": vision}  # the model that a checkpoint's projection belongs to
-    columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
-    run = training.Run(config, backend, feed, models=networks, columns=columns)
+    run = training.Run(config, backend, feed, models=networks)
 
     generator.quantizer.connect(processes)
     adam = partial(torch.optim.Adam, lr=config.learning_rate, fused=True)
@@ -129,11 +128,9 @@ def train(config: Config, backend: distributed.Backend) -> None:
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["images"])
 
-    def validate(model: models.VQGAN, step: int) -> dict[str, float | Image.Image]:
+    def validate(model: models.VQGAN, batches: data.ValidationBatches, step: int) -> dict[str, float | Image.Image]:
         quality = training.ReconstructionQuality(model.num_codes, device, ["recon_loss"], lpips, inception)
-        return training.evaluate_autoencoder(
-            model, map(images_of, feed.validation()), pixel_loss, quality, processes.sum
-        )
+        return training.evaluate_autoencoder(model, map(images_of, batches), pixel_loss, quality, processes.sum)
 
     def draw(versions: Mapping[str, models.VQGAN], samples: Mapping[str, Any], step: int) -> Image.Image:
         images = images_of(samples)
@@ -153,10 +150,11 @@ def train(config: Config, backend: distributed.Backend) -> None:
         validate=autocast(validate), draw=autocast(draw), watch=training.ReconstructionAlarm().check,
         next_command=("encode.py", "--image_folder", data_path(config), "--output", output),
     )  # fmt: skip
-    run.resume(generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
+    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
+    columns = gan_loss.possible_columns(COLUMNS, total_steps)
+    run.resume(columns, generator=vqgan, discriminator=discr, lecam=gan_loss.lecam, ema=ema, **alignment.parts)
     run.say(None if run.is_complete else perceptual_loss_warning(config))
 
-    total_steps, with_warmup = run.progress.total_steps, partial(schedules.with_warmup, config.lr_schedule, lowest=0.1)
     for step, batch in training.updates(
         run, evaluation, preview=config.num_images_save, update_kind=latent_losses.update_kind(gan_loss.active_terms)
     ):
@@ -167,23 +165,25 @@ def train(config: Config, backend: distributed.Backend) -> None:
         weights = {"commitment": config.commitment_loss_weight, "entropy": config.entropy_loss_weight * entropy_factor}
         weights["kl"] = config.kl_loss_weight / values_per_latent  # the KL is per latent, the errors are per value
         weights["equivariance_loss"], weights["alignment_loss"] = config.equivariance_weight, config.align_weight
-        fakes, codes = [], []
+        fakes, codes, aligned = [], [], []
         # With --grad_accum_steps, passes without gradients come first, for statistics of codes and an adaptive weight.
         for micro_batch in gan_loss.micro_batches(batch, step):
             out = vqgan(micro_batch.images, **micro_batch.generator_inputs)
             recon, adversarial, gan_weight = gan_loss(out, micro_batch)
-            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment.terms(out, micro_batch)}
+            alignment_term, aligned_pair = alignment.terms(out, micro_batch)
+            terms = {**out.losses, **latent_losses.terms(out, micro_batch), **alignment_term}
             loss = recon + gan_weight * adversarial + sum(weights[name] * term for name, term in terms.items())
             vqgan.backward(loss)
             fakes.append(out.reconstruction.detach())
             codes.append(out.codes)
+            aligned.append(aligned_pair)
             run.add(loss=loss, **terms)
         update = vqgan.step(with_norm=run.is_line_due)
-        alignment.update(batch, vqgan.lr, with_norm=run.is_line_due)
+        alignment.update(batch, aligned, vqgan.lr, with_norm=run.is_line_due)
         generator.quantizer.after_step(step, config.seed, update.skipped)
         ema.update(update.skipped)
-        run.log_codes(codes, generator.num_codes, entropy_loss_weight=weights["entropy"])
-        run.log(update)
+        run.log_codes(codes, generator.num_codes)
+        run.log(update, **({"entropy_loss_weight": weights["entropy"]} if "entropy" in terms else {}))
         if gan_loss.is_adversarial(step):
             discr_update = gan_loss.update_discriminator(batch, step, fakes, with_norm=run.is_line_due)
             run.log(discr_grad_norm=discr_update.grad_norm, discr_lr=discr_update.lr)

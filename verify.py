@@ -35,11 +35,11 @@ from tandem.config.converters import FOLDER, Joined, non_negative_int
 from tandem.config.parser import ArgumentParser
 from tandem.distributed.backends import all_backends
 from tandem.io.exits import FAILED, MISTAKE, exit_codes, exit_process
-from tandem.io.reading import parse_json, read_json, read_lines
+from tandem.io.reading import error_text, parse_json, read_json, read_lines
 from tandem.io.writing import delete, move_aside
 from tandem.training.checkpoint.listing import list_checkpoints, step_of
 from tandem.training.metrics.directions import COSTS, EVALUATION_SECONDS
-from tandem.training.run_folder.starts import environment, starts
+from tandem.training.run_folder.starts import environment, script_of, starts
 from tandem.weights.origin import read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds
@@ -54,8 +54,9 @@ WITHOUT_EFFECT = {"output_dir", "num_workers", "timeout_minutes", "keep_n_checkp
 # Of the replay: it makes no saves of its own, and no limit of time ends it.
 REPLAYED_WITH = {"max_minutes": None, "save_before_minutes": None, "save_every_minutes": 0.0, "save_every_n_steps": 0,
                  "report_to": "none"}  # fmt: skip
-# Of a checkpoint: what time and place of the run decide.
-OF_THE_PLACE = ("progress/seconds", "tokenizer/name")
+NOT_REPLAYED = {"output_dir", "fresh", "dry_run"}  # flags with which a script would write elsewhere, or nothing
+# Of a checkpoint: what the time and the folder of the run decide.
+NOT_COMPARED = ("progress/seconds", "tokenizer/name")
 # metrics.jsonl has 12 digits, of fp64 means that other processes may add in another order.
 LAST_DIGIT = 1e-11
 # How verdicts begin, and their exit codes; the first that one of several machines has counts.
@@ -136,19 +137,26 @@ class Replay:
         return f"updates {self.first + 1} to {self.last} of {self.run}"
 
     def prepare(self) -> None:
-        """Make the folder, with what a run reads that is resumed there. On the root. Raises OSError."""
+        """Make the folder, with what a run reads that is resumed there; an earlier replay there is renamed. On the
+        root. Raises ValueError, in one line, if something else is there, or it cannot be written."""
         import yaml
 
-        if self.output.exists():
-            move_aside(self.output)
-        (self.output / "best").mkdir(parents=True)
-        (self.output / "config.yaml").write_text(yaml.safe_dump(self.settings))
-        (self.output / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in self.starts))
-        for name in ("tokenizer.json", "best/best.json"):
-            if (self.run / name).is_file():
-                shutil.copyfile(self.run / name, self.output / name)
-        if self.first:
-            shutil.copytree(checkpoint(self.run, self.first), checkpoint(self.output, self.first))
+        if script_of(self.output):
+            print(f"{self.output} is now {move_aside(self.output)}")
+        elif os.path.lexists(self.output):
+            raise ValueError(f"--output {self.output} exists and is no replay; give another name")
+        try:
+            (self.output / "best").mkdir(parents=True)
+            (self.output / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in self.starts))
+            (self.output / "config.yaml").write_text(yaml.safe_dump(self.settings))
+            for name in ("tokenizer.json", "best/best.json"):
+                if (self.run / name).is_file():
+                    shutil.copyfile(self.run / name, self.output / name)
+            if self.first:
+                shutil.copytree(checkpoint(self.run, self.first), checkpoint(self.output, self.first))
+        except OSError as error:
+            delete(self.output)
+            raise ValueError(f"cannot write --output {self.output}: {error_text(error)}") from None
 
     def make(self, flags: Sequence[str]) -> None:
         """Run the script with the flags of the run and further `flags`; `watch` ends the process."""
@@ -207,13 +215,13 @@ class Replay:
         differences = [f"{name} {text}" for name, text in texts.items() if text]
         where = f"{self} on {socket.gethostname()}"
         if not differences:
-            agreement = "are the same, bit by bit"
+            text = "are the same, bit by bit"
             if not has_same_placement:
-                agreement = (
+                text = (
                     "are the same: tensors bit by bit, logged values to 11 digits, because other processes add them in "
                     "another order; validations were not compared"
                 )
-            return f"{CONFIRMED}{where}: {len(names)} logged values and tensors {agreement}"
+            return f"{CONFIRMED}{where}: {len(names)} logged values and tensors {text}"
         logged = [text for text in differences if text.startswith("update ")]
         firsts = "; ".join([*logged[:1], *differences[len(logged) :][:1]])
         return f"{DIFFERS}{where}: {firsts}; {len(differences)} of {len(names)} differ; the replay is in {self.output}"
@@ -232,7 +240,7 @@ class Replay:
         parts = read_checkpoint(checkpoint(folder, self.last), verify=False)[0]
         if not with_validations:
             parts.pop("best", None)
-        return values | {name: value for name, value in leaves(parts) if name not in OF_THE_PLACE}
+        return values | {name: value for name, value in leaves(parts) if name not in NOT_COMPARED}
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -330,11 +338,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         distributed.launch_inference(partial(compare_machines, words, output), common, start)
     with exit_codes(parser.error):
         replay = Replay(Path(args.run), args.updates, Path(output), args.anyway)
+        script_flags = script_parser(replay.script)._option_string_actions
+        for word in (word.partition("=")[0] for word in flags):
+            if word in script_flags and script_flags[word].dest in NOT_REPLAYED:
+                raise ValueError(f"{word}: a replay is made in --output, from its checkpoint on; leave it out")
         if distributed.launched_as_root():
             replay.prepare()
     is_kept = False
     try:
         replay.make(flags)
+        parser.error(f"{replay}: the replay ended before, because of its flags, so there is no verdict")
     except SystemExit as ending:
         is_kept = ending.code == FAILED  # its files show how it differs, or why it failed
         raise

@@ -209,7 +209,7 @@ def describe(
             for (minutes, flags), last in zip(row.stages, last_lines, strict=True)
         ],
         "images": {"name": row.images.name, "count": len(row.images.paths), "sha256": row.images.digest},
-        "inception": {"name": row.inception and Path(row.inception).name, "sha256": values["judge_sha256"]},
+        "inception": {"name": row.inception and Path(row.inception).name, "sha256": values["network_sha256"]},
         "cores_of_others": round(cores_of_others, 3), "notes": notes, "machine": facts,
     }  # fmt: skip
 

@@ -35,6 +35,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The processes of deepspeed have its terminal; torchrun and horovodrun start theirs in sessions of their own.
 _TERMINAL_LAUNCHERS = ("python", "deepspeed")
 _JOB_WIDE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that launchers mostly pass on to all processes
+_LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
 _WAKE_UP = b"\0"  # no signal has this number
 _ORPHAN_CHECK_SECONDS = 1.0
 _VERDICT_SECONDS = 3.0  # to wait for the watchdog's verdict: launchers ask processes to stop if one is lost
@@ -53,7 +54,8 @@ os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 class Signals:
-    """Handles `SIGNALS` from the constructor until ``close``, except a SIGHUP that is ignored, as under nohup.
+    """Handles `SIGNALS` from the constructor until ``close``, except a SIGHUP that is ignored, as under nohup, or a
+    SIGINT that is ignored, as in `command &` of a shell script, where a Ctrl-C is meant for the script.
 
     Until ``enable_saving`` a signal ends this process, because there is nothing to save, unless the watchdog has
     another reason for the end. Later a signal is added to ``received``, the root prints at once that it was asked to
@@ -80,7 +82,7 @@ class Signals:
         self._previous_handlers: dict[int, Any] = {
             number: signal.signal(number, self._handle)
             for number in SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+            if number not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN
         }
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         _open_instances.add(self)

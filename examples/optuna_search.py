@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import optuna
@@ -40,57 +41,43 @@ def read_values(folder: Path, metric: str) -> dict[int, float]:
     return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
 
 
-class Search:
-    def __init__(self, args: argparse.Namespace, study: optuna.Study) -> None:
-        self.args, self.study = args, study
-        self.is_stopped = False
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def stop(self, *_: object) -> None:
-        """Of SIGINT and SIGTERM: ask the training to save."""
-        self.is_stopped = True
-        if self.process is not None:
-            self.process.terminate()
-
-    def run(self, trial: optuna.Trial) -> int:
-        """Train one trial. Returns the exit code of the search, 0 to go on."""
-        folder, metric = Path(self.args.folder) / f"trial_{trial.number}", self.args.metric
-        flags = [text for name, value in choose_flags(trial).items() for text in (f"--{name}", str(value))]
-        # If this process is killed, the training gets SIGTERM and saves.
-        death = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-        # A group of its own: Ctrl-C reaches the training once, from `stop`.
-        self.process = subprocess.Popen(
-            [*death, *self.args.command, *flags, "--output_dir", str(folder)], start_new_session=True
-        )
-        if self.is_stopped:  # the signal came before there was a process to pass it on to
-            self.process.terminate()
-        reported = set(self.study.trials[trial.number].intermediate_values)
-        is_pruned = False
-        while (is_running := self.process.poll() is None) or not is_pruned:
-            for step, value in read_values(folder, metric).items():
-                if step not in reported:
-                    trial.report(value, step)
-                    reported.add(step)
-            if is_running and not is_pruned and not self.is_stopped and trial.should_prune():
-                is_pruned = True
-                self.process.terminate()
-            if not is_running:
-                break
-            time.sleep(0.5)
-        code = self.process.wait()
-        values = read_values(folder, metric)
-        if is_pruned:
-            self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        elif code == 0 and values:
-            self.study.tell(trial, values[max(values)])
-        elif self.is_stopped or code == SAVED:
-            return SAVED  # the trial stays unfinished
-        else:
-            if code == 0:
-                print(f"{folder} has no {metric}; name another --metric", file=sys.stderr)
-            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            return MISTAKE if code in (0, MISTAKE) else 0
-        return 0
+def run_trial(args: argparse.Namespace, study: optuna.Study, trial: optuna.Trial, stop_signals: Sequence[int]) -> int:
+    """Train one trial, and ask it to save if there are `stop_signals`. Returns the exit code of the search, 0 to go
+    on."""
+    folder, metric = Path(args.folder) / f"trial_{trial.number}", args.metric
+    flags = [text for name, value in choose_flags(trial).items() for text in (f"--{name}", str(value))]
+    # If this process is killed, the training gets SIGTERM and saves.
+    death = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    # A group of its own, so that Ctrl-C does not reach the training beside the SIGTERM below.
+    process = subprocess.Popen([*death, *args.command, *flags, "--output_dir", str(folder)], start_new_session=True)
+    reported = set(study.trials[trial.number].intermediate_values)
+    is_running, is_ending, is_pruned = True, False, False
+    while is_running:
+        is_running = process.poll() is None
+        for step, value in read_values(folder, metric).items():
+            if step not in reported:
+                trial.report(value, step)
+                reported.add(step)
+        if is_running and not is_ending:
+            is_pruned = not stop_signals and trial.should_prune()
+            is_ending = is_pruned or bool(stop_signals)
+            if is_ending:
+                process.terminate()
+        time.sleep(0.5)
+    code = process.wait()
+    values = read_values(folder, metric)
+    if is_pruned:
+        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    elif code == 0 and values:
+        study.tell(trial, values[max(values)])
+    elif stop_signals or code == SAVED:
+        return SAVED  # the trial stays unfinished
+    else:
+        if code == 0:
+            print(f"{folder} has no {metric}; name another --metric", file=sys.stderr)
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        return MISTAKE if code in (0, MISTAKE) else 0
+    return 0
 
 
 def main() -> None:
@@ -114,23 +101,23 @@ def main() -> None:
         storage=f"sqlite:///{folder}/study.db", study_name="search", load_if_exists=True, direction=args.direction,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=args.warmup),
     )  # fmt: skip
-    search = Search(args, study)
+    stop_signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, search.stop)
+        signal.signal(number, lambda number, _: stop_signals.append(number))
     unfinished = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
     code = 0
-    while code == 0 and not search.is_stopped:
+    while code == 0 and not stop_signals:
         if unfinished:
             trial = optuna.Trial(study, unfinished.pop(0)._trial_id)  # its parameters are those in the study
         elif len(study.trials) < args.trials:
             trial = study.ask()
         else:
             break
-        code = search.run(trial)
+        code = run_trial(args, study, trial, stop_signals)
     if any(trial.value is not None for trial in study.get_trials(states=[optuna.trial.TrialState.COMPLETE])):
         best = study.best_trial
         print(f"best: trial_{best.number}, {args.metric} {best.value:.6g}, {best.params}")
-    sys.exit(code or (SAVED if search.is_stopped else 0))
+    sys.exit(code or (SAVED if stop_signals else 0))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def table(title: str, script: str) -> list[str]:
 
     def line(key: str, public_default: str, flag: str, note: str) -> str:
         action = flags[f"--{flag}"] if flag else None
-        here = (f"`--{flag}`", format_value(action, action.default)) if action else ("", "")
-        return "|" + "".join(f" {cell} |" if cell else " |" for cell in (f"`{key}`", public_default, *here, note))
+        flag_cells = (f"`--{flag}`", format_value(action, action.default)) if action else ("", "")
+        return "|" + "".join(f" {cell} |" if cell else " |" for cell in (f"`{key}`", public_default, *flag_cells, note))
 
     return [*_HEAD, *(line(row.key, row.public_default, row.flag, row.note) for row in tables()[title, script])]
 

@@ -4,7 +4,11 @@ Orders of samples, augmentations and noise are drawn by SplitMix64 (Steele, Lea 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+Key = tuple[int | str, ...]  # of `Draws`
+T = TypeVar("T")
 
 MASK64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # is added to the generator's state for each number
@@ -41,3 +45,8 @@ class Draws:
     def below(self, n: int) -> int:
         """An int in [0, n). Biased by less than n / 2^64."""
         return (self.bits() * n) >> 64
+
+    def choice(self, options: Iterable[T]) -> T:
+        """One of the options."""
+        candidates = list(options)
+        return candidates[self.below(len(candidates))]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem.data.decoding.videos import ClipDecoder
 from tandem.data.feed import to_unit_range
-from tandem.data.sources.demo import DemoSource
+from tandem.data.sources.demo.source import DemoSource
 from tandem.data.sources.record import FileRef
 from tandem.models import VideoTokenizer
 from tests.data.decoding.films import write_video, write_widths

@@ -233,6 +233,7 @@ def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_
     (of_data,) = (line for line in said if line.startswith(f"{script.data.demonstration}:64: "))
     # A batch is the least for a validation; 2 are asked for.
     assert [number for number in ("56", "8", "0.02", "1") if number not in re.findall(r"[\d.]+", of_data)] == []
+    assert "training: the first row follows update 1 (--log_every_n_steps 1)" in said
     last = dict(line.split(": ", 1) for line in said[-4:])
     for name, path in {"model": "model", "picture": "samples/step_00000001.png"}.items():
         assert last[name].split(", ")[0] == str(tmp_path / path) and (tmp_path / path).exists()
@@ -398,6 +399,17 @@ def test_the_entropy_loss_starts_stronger_and_ends_at_its_weight(script: Script,
     assert [line["entropy_loss_weight"] for line in metrics(run)] == pytest.approx([0.3, 0.2, 0.1, 0.1])
 
 
+@of("vqgan", "tokenizer")
+@pytest.mark.parametrize(("quantizer", "start", "absent"), [("lfq", 1, set()), ("vq", 2, {"discr_loss"})])
+def test_a_metric_that_a_run_cannot_have_is_neither_logged_nor_a_column(
+    quantizer: str, start: int, absent: set[str], script: Script, tmp_path: Path
+) -> None:
+    flags = ["--max_steps", "2", "--quantizer", quantizer, "--discr_start_step", str(start)]
+    output = set(script.output_of(tmp_path, *flags).split())
+    assert {"codes_used", "discr_loss"} - output == absent == {"discr_loss"} - set(metrics(tmp_path)[-1])
+    assert ("entropy_loss_weight" in metrics(tmp_path)[-1]) == (quantizer == "lfq")
+
+
 def test_the_model_that_is_left_loads_and_is_the_average(script: Script, finished: Path) -> None:
     last = checkpoint(finished, 8)
     left = dict(script.model.from_pretrained(finished / "model").state_dict())
@@ -482,8 +494,25 @@ def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(scrip
 def test_a_run_is_not_resumed_with_another_split(script: Script, copied: Path) -> None:
     was = yaml.safe_load((copied / "config.yaml").read_text())["split_seed"]
     again = [*script.eight, "--max_steps", "9", "--split_seed"]
-    assert f"--split_seed was {was} and is now 77" in script.refused(copied, *again, "77")
+    assert "--split_seed was not given and is now 77" in script.refused(copied, *again, "77")
+    if was is None:  # then it follows from --seed
+        assert "split_seed" not in script.refused(copied, *again[:-1], "--seed", "77")
     script.train(copied, *again, str(3 if was is None else was))  # as it was, said in other words: that of --seed
+
+
+@of("vqgan", "decoder", "tokenizer")
+def test_a_distance_of_distributions_of_one_sample_is_refused_before_the_run(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("training.load_inception", "models.i3d_features"):
+        monkeypatch.setattr(f"tandem.{name}", lambda *given: None)
+    flag = "--fvd_weights" if script.name == "train_tokenizer" else "--fid_weights"
+    more = ["--n_evaluation_samples", "1"] if script.name == "train_decoder" else []
+    size = ["--batch_size", "1", "--valid_fraction", "0.01", "--valid_samples", "1"]
+    line = script.refused(tmp_path, flag, "w.pth", *size, *more)
+    remedy = more[0] if more else "--valid_fraction or --valid_samples"
+    assert line.endswith(f"{flag} compares at least 2 validation samples, and there is 1: raise {remedy}")
+    assert not names(tmp_path)
 
 
 def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp_path: Path) -> None:
@@ -550,7 +579,8 @@ def test_a_run_killed_after_training_writes_its_model_at_the_next_start(
     before = files(copied)
     for path in {path for pattern in lost for path in copied.glob(pattern)}:
         path.unlink()
-    assert "finished:" in script.output_of(copied, *script.eight)
+    output = script.output_of(copied, *script.eight)
+    assert "finished:" in output and "first row" not in output
     of_this_start = ("config.yaml", "starts.jsonl")
     assert {**files(copied), **{name: before[name] for name in of_this_start}} == before
 

@@ -266,8 +266,9 @@ def test_another_model_or_listing_is_refused(script, copied, model, source, tmp_
 
 
 def test_fresh_moves_the_old_content_aside(script, whole, copied, model, source, capsys):
-    script.fill(model, source, copied, "--fresh", f"--{script.per_shard}", 5)
-    assert files(copied.with_name("copied.old-1")) == files(whole)
+    (link := copied.with_name("link")).symlink_to(copied)
+    script.fill(model, source, link, "--fresh", f"--{script.per_shard}", 5)
+    assert files(copied.with_name("copied.old-1")) == files(whole) and link.readlink() == copied
     assert len(index(copied)["shards"]) == 2
     assert "copied.old-1" in capsys.readouterr().out
 

@@ -100,9 +100,16 @@ def test_prompts_of_a_file_are_its_lines_whatever_editors_and_web_pages_put_into
     said = labels(drawn(tmp_path / "drawn", *flags))
     assert said == ["a red ring in the centre", "a red circle on the left", "a blue star top right"]
     file.write_bytes("a red circle".encode("utf-16"))
-    assert f"--prompt_file {file}: it is UTF-16 text; save it as UTF-8" in refusal(
-        sample.main, *asked(tmp_path / "none", *flags)
-    )
+    for path, words in ((file, "it is UTF-16 text; save it as UTF-8"), ("/proc/self/mem", "Input/output error")):
+        flags[3] = path
+        assert f"--prompt_file {path}: {words}" in refusal(sample.main, *asked(tmp_path / "none", *flags))
+
+
+def test_conditions_that_are_not_finite_draw_no_black_pictures(at: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "nan.npy", np.full((1, 30), np.nan, np.float32))
+    flags = ["--model", at / "image", "--image_embeddings", tmp_path / "nan.npy"]
+    assert "makes values that are not finite" in refusal(sample.main, *asked(tmp_path / "none", *flags))
+    assert not [*(tmp_path / "none").glob("*.png")]
 
 
 def test_pictures_are_enlarged_and_filled_in(at: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit
     assert moments == [], "a Unet that is not trained has no optimizer"
     assert "unet1/loss" not in metrics(tmp_path)[-1]
     line = DECODER.refused(tmp_path, *more[:2], "--train_unets", "1", "--max_steps", "5")
-    assert "--train_unets was [2] and is now [1]" in line
+    assert "--train_unets was 2 and is now 1" in line
 
 
 def test_the_bits_of_a_drawn_level_count_as_those_of_all_levels(

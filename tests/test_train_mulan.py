@@ -20,8 +20,7 @@ from tandem.data.sampling.order import split_samples
 from tandem.data.sets import open_sounds
 from tandem.data.tokenizers import open_tokenizer
 from tandem.models import MuLaN
-from tandem.training.losses.contrastive import ContrastiveResult
-from tandem.training.losses.grad_cache import GradCache
+from tandem.training.losses.contrastive import Contrastive, ContrastiveResult
 from tandem.weights.formats.towers import read_audio_tower, read_text_tower
 from tandem.weights.load import load_model
 from tests.models.towers import audio_folder, text_folder
@@ -170,14 +169,15 @@ def test_a_run_that_has_collapsed_is_told_so_after_its_warm_up_once(
     """What an update finds is given here: where a run ends depends on the instructions of the CPU. The loss of a
     collapse stays at ln(B - 1), as users of the public trainer saw it: of 512, 6.236."""
 
-    result: Any = GradCache.result
+    metrics_of: Any = Contrastive.metrics
 
-    def collapsed(cache: GradCache) -> ContrastiveResult:
-        found: ContrastiveResult = result.fget(cache)
-        return found._replace(loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
-                              audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5))  # fmt: skip
+    def collapsed(contrastive: Contrastive, result: ContrastiveResult) -> Any:
+        return metrics_of(contrastive, result._replace(
+            loss=torch.tensor(6.236), collapsed_loss=torch.tensor(math.log(511)),
+            audio_variance=torch.tensor(0.5), text_variance=torch.tensor(1e-5),
+        ))  # fmt: skip
 
-    monkeypatch.setattr(GradCache, "result", property(collapsed))
+    monkeypatch.setattr(Contrastive, "metrics", collapsed)
     said = MULAN.output_of(tmp_path, "--max_steps", "14", "--valid_fraction", "0", "--lr_warmup_steps", "6")
     warnings = [line for line in said.splitlines() if "warning" in line]
     assert [sum(word in line for line in warnings) for word in ("text side", "audio side", "6.236")] == [1, 0, 1]
@@ -226,6 +226,9 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     WITH_TOWERS.train(longer, *said, "--max_steps", "4")
     thawed = [word for word in said if word != "--freeze_text_tower"]
     assert "--freeze_text_tower was True and is now False" in WITH_TOWERS.refused(longer, *thawed, "--max_steps", "5")
+    assert "--use_lion was False and is now True" in WITH_TOWERS.refused(
+        longer, *said, "--max_steps", "5", "--use_lion"
+    )
     assert yaml.safe_load((longer / "config.yaml").read_text())["tokenizer"] == str(Path(text, "tokenizer.json"))
     frozen = {name: weight for name, weight in state.items() if name.startswith("text.encoder.")}
     assert_same_bits({name: final_weights(longer)[name] for name in frozen}, frozen)
@@ -244,6 +247,7 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
         (MULAN, of_text, "--text_dim"),
         (MULAN, ("--freeze_text_tower",), "--freeze_text_tower"),
         (whole, (*of_text, "--max_text_tokens", "13"), "12 tokens"),
+        (whole, (*of_text, "--text_tower_quick_gelu"), "leave out --text_tower_quick_gelu"),
         (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--sample_rate", "8000"), "16000 Hz"),
         (whole, ("--max_text_tokens", "12", *of_text, "--tokenizer", "clip"), "49408 tokens"),
     ):  # fmt: skip

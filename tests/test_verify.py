@@ -5,6 +5,7 @@ Replays by other launchers and backends: tests/launch/test_verify.py."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from verify_worker import flip_a_bit, wrong_gradient
 
 import verify
 from tandem.training.run import Run
-from tests.scripts import DECODER, SCRIPTS, VAE, VQGAN, Script, checkpoint, files, lines
+from tests.scripts import DECODER, SCRIPTS, VAE, VQGAN, Script, checkpoint, files, lines, names
 
 RunOfEight = Callable[[Script], Path]
 
@@ -120,6 +121,27 @@ def test_a_stretch_has_the_flags_of_its_time_and_one_in_which_they_changed_is_re
     assert said(run, "--updates", "0:2")[0] == said(run, "--updates", "2:4")[0] == 0
     code, line = said(run, "--updates", "0:4")
     assert code == 2 and "--learning_rate changed after update 2; begin or end there" in line, line
+
+
+def test_a_replay_writes_nowhere_else_and_one_that_reaches_no_verdict_is_no_confirmation(
+    run_of_eight: RunOfEight, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, output = run_of_eight(VAE), tmp_path / "replay"
+    out = ["--updates", "4:6", "--output", str(output)]
+    for flags, words in (
+        (["--output_dir", str(run)], "--output_dir: a replay is made in --output"), (["--fresh"], "--fresh: a replay"),
+        (["--dry_run"], "--dry_run: a replay"), (["--max_steps", "5"], "so there is no verdict"),
+    ):  # fmt: skip
+        code, line = said(run, *out, *flags)
+        assert code == 2 and words in line and not output.exists(), line
+    with monkeypatch.context() as disk:
+        disk.setattr(shutil, "copytree", lambda *given: os.mkdir("/proc/full"))
+        code, line = said(run, *out)
+        assert code == 2 and f"cannot write --output {output}: " in line and not output.exists(), line
+    output.mkdir()
+    (output / "notes").touch()
+    code, line = said(run, *out)
+    assert code == 2 and f"{output} exists and is no replay" in line and names(tmp_path) == ["replay"], line
 
 
 def test_data_that_moved_are_named_by_a_flag_and_others_are_refused(said, tmp_path: Path) -> None:

@@ -104,7 +104,10 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sh
     slots holds exactly the names and shapes of ``shapes``."""
     saved, own = state["type"], optimizer_kind(optimizer)
     if saved != own:
-        raise ValueError(f"the saved optimizer is {saved}, this run's is {own}: its moments mean something else")
+        raise ValueError(
+            f"the saved optimizer is {saved}, this run's is {own}: its moments mean something else; use the old one, "
+            "or start over with --fresh"
+        )
     if mismatched := sorted(set(state["slots"]) ^ set(state["moments"])):
         raise ValueError(f"optimizer moment {mismatched[0]} is missing in the saved state, or in its list of moments")
     for slot, tensors in state["moments"].items():

@@ -21,9 +21,10 @@ from .converters import (
     two_fractions,
     width,
 )
-from .fields import Requirement, above_0, flag, given, when
+from .fields import above_0, flag, given, when
 from .models.autoencoders import QuantizerLossFlags
 from .models.taming import LatentLossFlags
+from .shared import VALIDATION
 
 # The largest --gan_weight_scale with which models without a perceptual loss nearly kept their PSNR: docs/vqgan.md.
 _MAX_SCALE_WITHOUT_PERCEPTUAL = 0.3
@@ -42,11 +43,6 @@ _MASKBIT_DIM = 128
 
 #: Side of the smallest images, in pixels, by the kind of --perceptual.
 SMALLEST_SIDES = {"vgg": 16, "lpips": 16, "resnet50": 1}
-
-#: The requirement of flags for the validation.
-VALIDATION = Requirement(
-    "valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None
-)
 
 
 @dataclass

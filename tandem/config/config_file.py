@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tandem.io.installed import command_of, find_shipped_file
+from tandem.io.installed import command_of, find_shipped_file, similar_files
 from tandem.io.reading import compose_yaml, error_text
 
 from .converters import Joined, Names, choice_error, config_value, expand_path
@@ -89,7 +89,7 @@ def _read_mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         root = compose_yaml(path)
     except OSError as error:
-        raise ValueError(f"cannot read the config {path}: {error_text(error)}") from None
+        raise ValueError(f"cannot read the config {path}: {error_text(error)}{similar_files(path)}") from None
     except ValueError as error:
         raise ValueError(f"cannot read the config {path} as YAML: {error_text(error)}") from None
     if root is None:

@@ -156,20 +156,20 @@ class WordsConverter(Joined[str]):
 
 
 class Names:
-    """Converter of "none" or a comma list of `known` names, upper or lower case, to a sorted tuple of unique names."""
+    """Converter of "none" or a comma list of these names, upper or lower case, to a sorted tuple of unique names."""
 
     metavar = "NAME,..."
     separator = ","
 
-    def __init__(self, *known: str) -> None:
-        self.known = known
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
 
     def __call__(self, text: str) -> tuple[str, ...]:
         names = {name.strip().lower() for name in text.split(self.separator)} - {""}
-        unknown = names - {*self.known, "none"}
+        unknown = names - {*self.choices, "none"}
         if unknown or not names or ("none" in names and len(names) > 1):
-            hint = next(filter(None, (did_you_mean(name, self.known) for name in sorted(unknown))), "")
-            expected = f"none, or a comma list of {', '.join(self.known)}"
+            hint = next(filter(None, (did_you_mean(name, self.choices) for name in sorted(unknown))), "")
+            expected = f"none, or a comma list of {', '.join(self.choices)}"
             raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}{hint}")
         return tuple(sorted(names - {"none"}))
 

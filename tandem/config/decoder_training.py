@@ -20,8 +20,9 @@ from .converters import (
 )
 from .fields import above_0, flag, when
 from .models.decoder import CONDITIONED_ON_IMAGE, CONDITIONED_ON_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL_UNETS, per_unet
-from .shared import start_flag
+from .shared import VALIDATION, start_flag, validation_for
 
+_EVALUATED = (above_0("n_evaluation_samples"), VALIDATION)
 _BLURRED_CONDITION = (when("lowres_condition", "blur"), SEVERAL_UNETS)
 
 
@@ -62,24 +63,25 @@ class DecoderFlags:
         "number of validation samples for which pictures are drawn and evaluated (--fid_weights, --lpips_weights)",
         size_or_0,
         title="evaluation",
+        requires=validation_for("n_evaluation_samples"),
     )
     evaluate_every_n_steps: int = flag(
         0,
         "updates between two evaluations of drawn pictures; 0: only at the end",
         step_count_or_0,
-        requires=above_0("n_evaluation_samples"),
+        requires=_EVALUATED,
     )
     fid_weights: str | None = flag(
         None,
         "report FID, KID and inception score by these weights: a file, or the word published, which downloads them",
         FILE,
-        requires=above_0("n_evaluation_samples"),
+        requires=_EVALUATED,
     )
     lpips_weights: str | None = flag(
         None,
         "report LPIPS by these weights: a file, a folder, or the word published, which downloads them",
         FILE,
-        requires=above_0("n_evaluation_samples"),
+        requires=_EVALUATED,
     )
     loss_weight: list[str] = per_unet(
         ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2"), title=ONE_EACH

@@ -39,6 +39,17 @@ if TYPE_CHECKING:
     from .parser import ArgumentParser
 
 
+#: The requirement of flags for the validation.
+VALIDATION = Requirement(
+    "valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None
+)
+
+
+def validation_for(flag: str) -> Requirement:
+    """The validation that a number of samples needs if it is above 0."""
+    return VALIDATION._replace(is_met=lambda args: not getattr(args, flag) or VALIDATION.is_met(args))
+
+
 def bad_sample_flag(requirement: Requirement) -> Any:
     """--on_bad_sample of a script that uses trained weights."""
     text = "leave out files that cannot be read, or stop at the first"
@@ -111,7 +122,7 @@ class OptimizerFlags:
     """Flags of every script that trains by AdamW or Lion (`make_optimizer`)."""
 
     betas: tuple[float, float] = flag((0.9, 0.99), "betas of the optimizer", two_fractions, title="optimizer")
-    use_lion: bool = flag(False, "use Lion instead of AdamW")
+    use_lion: bool = flag(False, "use Lion instead of AdamW", fixed_on_resume=bool)
 
 
 @dataclass
@@ -226,6 +237,7 @@ class RunFlags:
         non_negative_int,
         metavar="SAMPLES",
         aliases="validation_samples",
+        requires=validation_for("valid_samples"),
     )
     on_bad_sample: str = flag(
         "replace",

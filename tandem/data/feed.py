@@ -8,6 +8,7 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Any]  # see `TrainingData`
 _TRAINED_PER_VALIDATED = 10  # by default: samples trained on between two validations, per sample of a validation
+
+
+@dataclass(frozen=True)
+class ValidationBatches:
+    """This process's batches of a validation, to be iterated once. `n_samples`: of all processes."""
+
+    batches: Iterator[Batch]
+    n_samples: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches
 
 
 class TrainingData:
@@ -83,7 +95,8 @@ class TrainingData:
             if self.valid_samples is not None:
                 indices = range(len(self.samples))[-len(self.valid_samples) :]
                 self.valid_set = order.validation_indices(indices, split_seed_of(args), args.batch_size)
-            self._valid_part = order.fixed_subset(self.valid_set, _count_validated(len(self.valid_set), args))
+            #: The samples of the validation split that each validation but the last measures.
+            self.valid_part = order.fixed_subset(self.valid_set, _count_validated(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
             self._order = self._make_order()
             if second is not None:
@@ -94,9 +107,6 @@ class TrainingData:
                     every=second_every, batch_size=args.batch_size, offset=len(first),
                 )  # fmt: skip
         self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
-        self.sees_whole_split = False  # whether `validation` yields the whole validation split
-        #: Called by all processes between the same steps of an evaluation; it may raise an error to end the evaluation.
-        self.check_stop_request: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {  # arguments of every stream
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
@@ -120,11 +130,6 @@ class TrainingData:
         ranges = self.train_set.ranges
         return order.ShardOrder(ranges, self._args.seed, _make_fetcher(self.first_samples, ranges, self._args))
 
-    @property
-    def validated(self) -> order.Indices:
-        """The samples of the validation split that a pass of `validation` yields."""
-        return self.valid_set if self.sees_whole_split else self._valid_part
-
     def summary(self) -> str:
         """A line about the data and its split."""
         parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
@@ -136,8 +141,8 @@ class TrainingData:
             counts[1] += f" in {self._valid_source}"
         elif len(self.valid_set) == batch_size > n_by_fraction:
             counts[1] += f" (one batch, the minimum; --valid_fraction {fraction:g} would be {n_by_fraction})"
-        if len(self.validated) < len(self.valid_set):
-            counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
+        if len(self.valid_part) < len(self.valid_set):
+            counts[1] += f" ({len(self.valid_part)} at each validation, all at the end)"
         if n_second := len(self.samples) - n:
             counts.append(f"and {n_second} of the second set to train on")
         return f"{self._source}: {', '.join(counts)}"
@@ -145,8 +150,8 @@ class TrainingData:
     def start(self, start_samples: int) -> Batch:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if no sample can be read."""
-        self._whole_validation = self._validation = ValidationStream(self.samples, self._valid_part, **self._loading)
-        if len(self._valid_part) < len(self.valid_set):
+        self._whole_validation = self._validation = ValidationStream(self.samples, self.valid_part, **self._loading)
+        if len(self.valid_part) < len(self.valid_set):
             # Only `preview`, `validation_samples` and the validation at the end read the whole split.
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         self._training = TrainingStream(self.samples, self._order, start=start_samples, **self._loading)
@@ -167,12 +172,19 @@ class TrainingData:
                 raise
         return self._receive_batch(batch)
 
-    def validation(self) -> Iterator[Batch]:
-        """This process's part of one pass over the `validated` part of the validation split."""
-        stream = self._whole_validation if self.sees_whole_split else self._validation
-        for batch in self._processes.iterate("validation data", stream):
-            self.check_stop_request()
-            yield self._receive_batch(batch)
+    def validation(
+        self, whole: bool = False, check_stop_request: Callable[[], None] = lambda: None
+    ) -> ValidationBatches:
+        """One pass over `valid_part`, or over the `whole` validation split. All processes call `check_stop_request`
+        after they load a batch; it may raise an error to end the pass."""
+        stream, samples = (self._whole_validation, self.valid_set) if whole else (self._validation, self.valid_part)
+
+        def batches() -> Iterator[Batch]:
+            for batch in self._processes.iterate("validation data", stream):
+                check_stop_request()
+                yield self._receive_batch(batch)
+
+        return ValidationBatches(batches(), len(samples))
 
     def validation_samples(self, positions: range) -> Batch:
         """The samples at these positions of the validation split, which wraps around, loaded in this process. Not

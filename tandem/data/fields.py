@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.data.decoding.images import CENTER, PILLOW_BILINEAR, Crop, decode_image, decode_picture, randomly_flipped
 from tandem.data.decoding.images import ENDINGS as IMAGE_ENDINGS
 from tandem.data.decoding.texts import TEXT_KEYS, Texts, clean_captions, read_single_text, read_texts, texts_of_row
-from tandem.data.sources.demo import FRAMES_PER_SECOND
+from tandem.data.sources.demo.clips import FRAMES_PER_SECOND
 from tandem.data.sources.record import FieldSpec, FileRef, Record, RecordSource
 from tandem.data.sources.user_dataset import ITEM
 from tandem.hashing import Draws, derive_key
@@ -226,7 +226,7 @@ class TextsField(Field):
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = read_sound_texts(self.content(record))
-        caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
+        caption = Draws("caption", self.seed, epoch, index).choice(captions) if augment else captions[0]
         tokens, (length,) = self.tokenizer.encode([caption])
         if not augment:  # validation encodes all: fail here, where the error names the sound
             self.tokenizer.encode([*captions, *([label] if label else [])])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tandem.data.decoding.images import CENTER, Crop
-from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
+from tandem.data.sources.demo.source import DemoSource, demo_name, open_demo
+from tandem.data.sources.demo.tones import check_sound
 from tandem.data.sources.opening import open_source
 from tandem.data.sources.record import FieldSpec, RecordSource
 from tandem.data.sources.rows import Rows
@@ -175,8 +176,8 @@ def open_classified_sounds(spec: str, clips: sounds.ClipDecoder, max_clips: int,
     is raised. A set without any class is refused. `folder`: that of a manifest's files, None for its own."""
     fields = [SoundField(clips, max_clips), ClassesField()]
     source = _open_sound_source(spec, fields, folder=folder)
-    found: Sequence[Any] = source.columns[ClassesField.spec] if isinstance(source, Rows) else source.examples("texts")
-    if not {*found} - {"fold"}:
+    classes: Sequence[Any] = source.columns[ClassesField.spec] if isinstance(source, Rows) else source.examples("texts")
+    if not {*classes} - {"fold"}:
         raise ValueError(f"no sound in {spec!r} has a class: in a column or a .json, {' or '.join(CLASS_KEYS)}")
     return SampleDataset(source, fields)
 

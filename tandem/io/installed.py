@@ -6,6 +6,7 @@ In a checkout the scripts, configs/ and docs/ are beside the folder tandem/, in 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import shutil
@@ -68,6 +69,20 @@ def find_shipped_file(path: str) -> str:
         return path
     file = os.path.realpath(HOME / path)
     return file if file.startswith(f"{HOME / _CONFIGS}{os.sep}") and os.path.isfile(file) else path
+
+
+def similar_files(path: str) -> str:
+    """`"; did you mean x or y?"` for the YAML or JSON files in the folder of `path`, and in configs/, whose name is the
+    nearest to its own; `""` if none is near."""
+    folder, name = os.path.split(path)
+    files = [*Path(folder).glob("*.[jy]*"), *Path(HOME, _CONFIGS).rglob("*.[jy]*")]
+    near = difflib.get_close_matches(name, {file.name for file in files}, 1, 0.7)
+    paths = {
+        os.fspath(file) if file.parent == Path(folder) else os.path.relpath(file, HOME)
+        for file in files
+        if file.name in near
+    }
+    return f"; did you mean {' or '.join(sorted(paths))}?" if paths else ""
 
 
 def how_to_install(extra: str) -> str:

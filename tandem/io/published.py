@@ -91,8 +91,9 @@ def part_with(state: Mapping[str, Tensor], name: str, prefixes: Container[str] =
     Raises:
         ValueError: one line, if there are several models.
     """
-    found = [key.removesuffix(name) for key in state if key.endswith(name)]
-    chosen = ["" for prefix in found if not prefix] or [prefix for prefix in found if prefix in prefixes] or found
+    prefixes_in_file = [key.removesuffix(name) for key in state if key.endswith(name)]
+    chosen = ["" for prefix in prefixes_in_file if not prefix]
+    chosen = chosen or [prefix for prefix in prefixes_in_file if prefix in prefixes] or prefixes_in_file
     if len(chosen) > 1:
         raise ValueError(f"it holds {len(chosen)} models: {', '.join(chosen)[:80]}; give a file of one")
     prefix = "".join(chosen)

@@ -46,6 +46,7 @@ _OTHER_FOLDERS = (
      "run `python zero_to_fp32.py . weights/` in the folder above it, and give weights/pytorch_model.bin"),
     (".metadata", "a checkpoint of torch.distributed.checkpoint, whose weights are in pieces",
      "run `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt`"),
+    ("step_*_ema_*.safetensors", "the averages of a run's weights", "give its run to `convert.py average`"),
 )  # fmt: skip
 WEIGHT_ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 

@@ -186,10 +186,13 @@ def is_stale_lock(path: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a folder to a free name beside it, such as vae.old-1, and return the new path."""
-    folder = Path(os.path.abspath(folder))
+    """Rename a folder to a free name beside it, such as vae.old-1, make an empty one in its place, and return the new
+    path. Of a link, which stays, the folder that it leads to is renamed."""
+    folder = Path(os.path.realpath(folder) if folder.is_symlink() else os.path.abspath(folder))
     names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
-    return folder.rename(next(path for path in names if not path.exists()))
+    old_folder = folder.rename(next(path for path in names if not os.path.lexists(path)))
+    folder.mkdir()
+    return old_folder
 
 
 def free_name(path: Path) -> Path:

@@ -199,6 +199,37 @@ def reference_statistics(
     return gaussian
 
 
+def compute_scores(
+    measures: ModelMeasures, reference: fid.Gaussian | None, n_samples: int, networks: Networks,
+    args: argparse.Namespace, processes: ProcessGroup,
+) -> dict[str, Any]:  # fmt: skip
+    """The values of a model by the names of evaluate.py, those of Fréchet distances on the root alone. Collective.
+    Raises AskedToStop after a signal.
+
+    Args:
+        reference: The distribution of the originals' features; None without a network.
+    """
+    scores: dict[str, Any]
+    scores, _ = measures.quality.result(processes.sum)
+    if measures.latents:
+        scores |= measures.latents.statistics.result(processes.sum)
+    if measures.features and reference:
+        distributions = dict[str, fid.Gaussian]()
+        distributions["rfid" if args.fid_weights else "rfvd"], score = measures.features.result(processes.sum)
+        scores |= score
+        if measures.latents:
+            latents = measures.latents.all_latents(n_samples, processes.sum)
+            distributions["ifid"] = decode_between_neighbours(
+                latents, measures.trained.model, networks, args, processes
+            )
+        processes.heartbeat("computing the Fréchet distance", is_uninterrupted=True)
+        with processes.raise_on_all_ranks():
+            if processes.is_root:
+                for name, distribution in distributions.items():
+                    scores[name] = fid.frechet_distance(reference, distribution)
+    return scores
+
+
 def decode_between_neighbours(
     latents: Tensor, model: Any, networks: Networks, args: argparse.Namespace, processes: ProcessGroup
 ) -> fid.Gaussian:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .losses.contrastive import Contrastive
     from .losses.diffusion import DiffusionDraws, LowresDraws
     from .losses.gan import GANLoss
-    from .losses.grad_cache import GradCache
+    from .losses.grad_cache import grad_cache_losses
     from .losses.latents import LatentLosses
     from .metrics.autoencoders import evaluate_autoencoder, reconstructions
     from .metrics.averages import Averages
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action", "Alignment", "Averages", "BestModel", "Cascade", "ClipDraws", "CollapseAlarm", "Contrastive",
-    "DiffusionDraws", "Embedder", "Evaluation", "GANLoss", "Generation", "GenerationQuality", "GradCache",
-    "LatentLosses", "LowresDraws", "Noise", "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run",
-    "Sample", "UnetErrors", "VideoQuality", "best_matches", "class_embeddings", "code_histogram",
-    "evaluate_autoencoder", "film", "final_metric", "final_model", "final_weights", "grid", "load_inception",
-    "loss_of_frames", "make_ema", "make_optimizer", "missing_metrics_text", "prompts", "reconstructions",
-    "sampling_example", "sounds_picture", "text_inputs", "updates", "width_of",
+    "DiffusionDraws", "Embedder", "Evaluation", "GANLoss", "Generation", "GenerationQuality", "LatentLosses",
+    "LowresDraws", "Noise", "ReconstructionAlarm", "ReconstructionQuality", "RetrievalQuality", "Run", "Sample",
+    "UnetErrors", "VideoQuality", "best_matches", "class_embeddings", "code_histogram", "evaluate_autoencoder", "film",
+    "final_metric", "final_model", "final_weights", "grad_cache_losses", "grid", "load_inception", "loss_of_frames",
+    "make_ema", "make_optimizer", "missing_metrics_text", "prompts", "reconstructions", "sampling_example",
+    "sounds_picture", "text_inputs", "updates", "width_of",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
@@ -55,14 +55,14 @@ __getattr__ = lazy_names(__name__, {
     "BestModel": "run_folder.best", "Cascade": "cascade", "ClipDraws": "clips", "CollapseAlarm": "metrics.collapse",
     "Contrastive": "losses.contrastive", "DiffusionDraws": "losses.diffusion", "Embedder": "metrics.embedder",
     "Evaluation": "evaluation", "GANLoss": "losses.gan", "Generation": "generation",
-    "GenerationQuality": "metrics.generation", "GradCache": "losses.grad_cache", "LatentLosses": "losses.latents",
-    "LowresDraws": "losses.diffusion", "Noise": "noise", "ReconstructionAlarm": "metrics.collapse",
-    "ReconstructionQuality": "metrics.reconstruction", "RetrievalQuality": "metrics.retrieval", "Run": "run",
-    "Sample": "visuals.images", "UnetErrors": "metrics.unets", "VideoQuality": "metrics.videos",
-    "best_matches": "visuals.sounds", "class_embeddings": "metrics.retrieval", "code_histogram": "visuals.images",
-    "evaluate_autoencoder": "metrics.autoencoders", "film": "visuals.videos", "final_metric": "ema",
-    "final_model": "evaluation", "final_weights": "ema", "grid": "visuals.images",
-    "load_inception": "metrics.fid", "loss_of_frames": "clips", "make_ema": "ema", "make_optimizer": "optimizers",
+    "GenerationQuality": "metrics.generation", "LatentLosses": "losses.latents", "LowresDraws": "losses.diffusion",
+    "Noise": "noise", "ReconstructionAlarm": "metrics.collapse", "ReconstructionQuality": "metrics.reconstruction",
+    "RetrievalQuality": "metrics.retrieval", "Run": "run", "Sample": "visuals.images", "UnetErrors": "metrics.unets",
+    "VideoQuality": "metrics.videos", "best_matches": "visuals.sounds", "class_embeddings": "metrics.retrieval",
+    "code_histogram": "visuals.images", "evaluate_autoencoder": "metrics.autoencoders", "film": "visuals.videos",
+    "final_metric": "ema", "final_model": "evaluation", "final_weights": "ema",
+    "grad_cache_losses": "losses.grad_cache", "grid": "visuals.images", "load_inception": "metrics.fid",
+    "loss_of_frames": "clips", "make_ema": "ema", "make_optimizer": "optimizers",
     "missing_metrics_text": "metrics.generation", "prompts": "metrics.retrieval",
     "reconstructions": "metrics.autoencoders", "sampling_example": "generation", "sounds_picture": "visuals.sounds",
     "text_inputs": "metrics.embedder", "updates": "loop", "width_of": "metrics.embedder",

@@ -57,7 +57,7 @@ def run_dry(
         action_seconds[action.name] = timing = _seconds_since(start, device)
         total_seconds += timing * (total // action.every + (total % action.every > 0) if action.every else 1)
     run.feed.report_bad_samples(run.say)
-    validated, split = len(run.feed.validated), len(run.feed.valid_set)
+    validated, split = len(run.feed.valid_part), len(run.feed.valid_set)
     if 0 < validated < split:  # the last validation is followed by one of the whole split
         total_seconds += action_seconds["validation"] * split / validated
     run.say("; ".join(f"{name} {timing:.3g} s" for name, timing in action_seconds.items()))

@@ -150,11 +150,12 @@ class WeightAverages:
         return {"updates": counts.get("", counts), **states.get("ema", by_length)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore counts and weights. Raises ValueError for other averages, and missing or unexpected names."""
+        """Restore counts and weights. Raises ValueError for other averages, or another order of them, because the first
+        becomes the model of the run, and for missing or unexpected names."""
         weights = {f"{_LENGTH_PREFIX}{length}": entry["weights"] for length, entry in state.get("powers", {}).items()}
         if "weights" in state:
             weights["ema"] = state["weights"]
-        if weights.keys() != self._averages.keys():
+        if list(weights) != list(self._averages):
             flag = f"--ema_power {' '.join(state['powers'])}" if "powers" in state else "--ema_decay"
             kind, flag = ("other averages", flag) if state else ("no average", "--ema_decay 0 and without --ema_power")
             raise ValueError(f"the checkpoint holds {kind} of the weights: continue with {flag}")

@@ -12,6 +12,7 @@ from PIL import Image
 from .ema import WeightAverages
 
 if TYPE_CHECKING:
+    from tandem.data.feed import ValidationBatches
     from tandem.training.run_folder.best import BestModel
     from tandem.training.visuals.images import Sample
 
@@ -44,9 +45,9 @@ class Evaluation:
     `validate` and `draw` run without gradients.
 
     Args:
-        validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
-            process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is the
-            number of the newest update, from 0, as the loop yields it.
+        validate: (model, batches, step) -> values by name, numbers for the log and pictures for the trackers. Called on
+            every process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is
+            the number of the newest update, from 0, as the loop yields it.
         draw: ({"online": model, **averages}, samples of `TrainingData.preview`, step) -> the picture for samples/,
             alone or with further files (`Sample`). The averages, if there are any, have the keys of
             `average.averages()`: "ema", or "ema_0.05" for each length. Called on the root alone, so it must not contain
@@ -67,7 +68,7 @@ class Evaluation:
 
     engine: Any
     average: WeightAverages
-    validate: Callable[[Any, int], Mapping[str, Any]]
+    validate: Callable[[Any, ValidationBatches, int], Mapping[str, Any]]
     draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
     write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
     discriminator: Any = None

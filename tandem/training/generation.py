@@ -50,6 +50,7 @@ class Generation:
     Args:
         conditions: Batch -> the conditions of its pictures, (b, ...) each.
         sampling: The argument `sampling` of `Decoder.sample`.
+        check_stop_request: Called by all processes between chunks of pictures; it may raise an error to end them.
         autocast: The precision of the decoder's forward passes.
     """
 
@@ -60,10 +61,12 @@ class Generation:
         sampling: Any,
         processes: ProcessGroup,
         seed: int,
+        check_stop_request: Callable[[], None],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._feed, self._conditions, self._sampling = feed, conditions, sampling
         self._processes, self._seed, self._autocast = processes, seed, autocast
+        self._check_stop_request = check_stop_request
 
     @torch.no_grad()
     def measure(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
@@ -139,7 +142,7 @@ class Generation:
             with self._processes.raise_on_all_ranks(), suppress(_Interrupted):
                 if start < count:  # else this process only waits for the others
                     draw(range(start, start + size))
-            self._feed.check_stop_request()
+            self._check_stop_request()
 
 
 def sampling_example(args: Any) -> list[str]:

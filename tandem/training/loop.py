@@ -88,21 +88,16 @@ def updates(
     batch = feed.start(run.progress.samples)
     samples = feed.preview(preview)
 
-    def check_stop_request() -> None:
-        run.notify("evaluation")
-        if run.stop_requested(now=True):
-            raise AskedToStop
-
     def operations_key(step: int, batch: Any) -> Hashable:
         shapes = ((name, tensor.shape) for name, tensor in batch.items() if isinstance(tensor, torch.Tensor))
         return update_kind(step, batch), *shapes
 
-    feed.check_stop_request = check_stop_request
     all_actions = actions(run, evaluation, samples, extra_actions)
     try:
         if run.config.dry_run:
             yield from run_dry(run, all_actions, batch, operations_key)
             return
+        run.say(run.first_row_text())
         if run.progress.step and not run.previous_evaluation:  # an earlier start may have ended before its evaluation
             with run.clock.paused():
                 _evaluate(run, evaluation, [action for action in _due(run, all_actions) if action.measures])
@@ -181,7 +176,7 @@ def _warn(run: Run, evaluation: Evaluation, metrics: Mapping[str, Any]) -> None:
 
 
 def _draw(run: Run, evaluation: Evaluation, samples: Any) -> None:
-    run.feed.check_stop_request()
+    run.check_stop_request()
     with ExitStack() as stack, torch.no_grad():
         contexts = {"online": evaluation.engine.full_weights, **evaluation.average.averages()}
         models = {name: stack.enter_context(gather()) for name, gather in contexts.items()}
@@ -196,28 +191,28 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     of the same samples each time, and at the end of the run "valid_whole/..." of the whole validation split, if that
     has more samples."""
     start = time.monotonic()
-    values = _validate_versions(run, evaluation, "valid")
+    values = _validate_versions(run, evaluation)
     if best := evaluation.best:
         write = next(iter(evaluation.write.values()))
         with final_weights(evaluation.engine, evaluation.average) as model:
             write_model = partial(run.write_after_heartbeat, "the best model", partial(write, model))
             best.save_if_better(values, run.progress.step, write_model, run.folder.check_is_here)
         run.say(best.failure)
-    if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
-        run.feed.sees_whole_split = True
-        values |= _validate_versions(run, evaluation, "valid_whole")
-        run.feed.sees_whole_split = False
+    if run.progress.finished and len(run.feed.valid_part) < len(run.feed.valid_set):
+        values |= _validate_versions(run, evaluation, whole=True)
     run.end_validation(start)
     return values
 
 
-def _validate_versions(run: Run, evaluation: Evaluation, prefix: str) -> dict[str, float]:
-    """Validate the trained weights and their averages. Returns the numbers by name, and logs the pictures."""
-    values: dict[str, float] = {}
+def _validate_versions(run: Run, evaluation: Evaluation, whole: bool = False) -> dict[str, float]:
+    """Validate the trained weights and their averages, on the `whole` validation split or the part of every validation.
+    Returns the numbers by name, and logs the pictures."""
+    values, prefix = dict[str, float](), "valid_whole" if whole else "valid"
     averages = {f"{prefix}/{name}": gather for name, gather in evaluation.average.averages().items()}
     for version, gather in {prefix: evaluation.engine.full_weights, **averages}.items():
         with gather() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
-            for name, value in evaluation.validate(model, run.progress.step - 1).items():
+            batches = run.feed.validation(whole, run.check_stop_request)
+            for name, value in evaluation.validate(model, batches, run.progress.step - 1).items():
                 if isinstance(value, Image.Image):
                     run.log_image(f"{version}/{name}", value)
                 else:

@@ -36,13 +36,12 @@ from tandem.training.logging.progress import (
     describe_changes,
     describe_part,
     format_duration,
-    format_setting,
     run_length,
 )
 from tandem.training.logging.trackers import Trackers
 from tandem.training.metrics.directions import EVALUATION_SECONDS
 from tandem.training.run_folder.dry_run_folder import folder_beside
-from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples
+from tandem.training.run_folder.folder import RunFolder, check_output_outside_samples, format_setting
 from tandem.training.run_folder.starts import end_start, last_start
 from tandem.training.visuals.images import Sample, to_png
 
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation
 
 _MAX_VALIDATION_SHARE = 0.1  # of the time
+_DISTANCE_FLAGS = ("fid_weights", "fvd_weights")  # of Fréchet distances
 _SAMPLE_FOLDER_FLAGS = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
@@ -66,7 +66,6 @@ class Run:
     Args:
         config: The flags of the run.
         models: The trained models by the names of their parts of a checkpoint (`ModelDescriptions`).
-        columns: The metrics that the terminal shows (`MetricsTable`).
 
     Raises:
         UserMistake: one line, if the folder cannot be used.
@@ -81,17 +80,22 @@ class Run:
         feed: TrainingData,
         *,
         models: Mapping[str, Any],
-        columns: Sequence[str] = (),
     ) -> None:
         self.config, self.backend, self.feed = config, backend, feed
         self.processes = processes = backend.processes
-        self._model_descriptions, self._columns = ModelDescriptions(models), columns
+        self._model_descriptions = ModelDescriptions(models)
         if config.dry_run:
             config.output_dir, config.report_to = folder_beside(config.output_dir, processes), ()
         with processes.raise_on_all_ranks():  # symbolic links may differ between machines
             check_output_outside_samples(
                 config.output_dir, {flag: getattr(config, flag, None) for flag in _SAMPLE_FOLDER_FLAGS}
             )
+            n_drawn = getattr(config, "n_evaluation_samples", None)
+            n_measured, remedy = n_drawn, "--n_evaluation_samples"
+            if n_drawn is None:
+                n_measured, remedy = len(feed.valid_part), "--valid_fraction or --valid_samples"
+            if n_measured == 1 and (flag := next((f for f in _DISTANCE_FLAGS if getattr(config, f, None)), None)):
+                raise ValueError(f"--{flag} compares at least 2 validation samples, and there is 1: raise {remedy}")
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
         self.folder = RunFolder(config.output_dir, processes, fresh=config.fresh and not processes.is_restart)
         with processes.raise_on_all_ranks():
@@ -179,9 +183,9 @@ class Run:
         """Whether `log_codes` needs the codes of the update that is being made."""
         return self._metrics.are_codes_due
 
-    def resume(self, **parts: Stateful) -> None:
+    def resume(self, columns: Sequence[str], /, **parts: Stateful) -> None:
         """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
-        print a summary of the run and its progress.
+        print a summary of the run, and from then on the metrics `columns` (`MetricsTable`).
 
         Raises:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
@@ -198,10 +202,8 @@ class Run:
             messages.append("an earlier start of this run left no checkpoint, so the run begins at its first update")
         self._resumed_step = self.progress.step
         changed_flags = self._record_start()
-        self.display = ProgressDisplay(
-            self.progress, self.is_root, columns=self._columns,
-            max_seconds_left=lambda: self.clock.max_run_seconds - self.clock.seconds,
-        )  # fmt: skip
+        seconds_left = (lambda: self.clock.max_run_seconds - self.clock.seconds) if self.config.max_minutes else None
+        self.display = ProgressDisplay(self.progress, self.is_root, columns=columns, max_seconds_left=seconds_left)
         if self.progress.unlogged_line and not self.tracker.has_line(self.progress.step):
             # A checkpoint of an earlier version, which wrote an update's line after the validation.
             self._log({**self.progress.unlogged_line, "bad_samples": self.feed.bad_samples.count})
@@ -287,6 +289,15 @@ class Run:
             return {}
         return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
 
+    def first_row_text(self) -> str | None:
+        """A line about when the next line of metrics is due; None if the last update is made."""
+        if self.progress.finished:
+            return None
+        every = self.config.log_every_n_steps
+        step = min((self.progress.step // every + 1) * every, self.progress.last_step)
+        compiles = ", and the first update compiles the model" if self.config.compile else ""
+        return f"training: the first row follows update {step} (--log_every_n_steps {every}){compiles}"
+
     def advance(self) -> None:
         """Count a completed update. The first one has made the optimizers' moments: allocate pinned memory for the
         copies of checkpoints. Collective."""
@@ -303,6 +314,13 @@ class Run:
         unless the answer is needed `now`. Collective."""
         self._is_late = self.clock.is_late(self.checkpoints.longest_seconds) and self.is_root
         return self.processes.stop_requested(self._is_late, now)
+
+    def check_stop_request(self) -> None:
+        """Raise AskedToStop if the run is asked to stop. All processes call it between the same steps of an evaluation.
+        Collective."""
+        self.notify("evaluation")
+        if self.stop_requested(now=True):
+            raise AskedToStop
 
     def write_line(self, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of the newest update to metrics.jsonl, the other trackers and the display."""
@@ -391,7 +409,7 @@ class Run:
         if not self.progress.finished and share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
             self._has_reported_validations = True
             self.say(
-                f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
+                f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.valid_part)}, "
                 f"--validate_every_n_steps {self.config.validate_every_n_steps}): lower the first or raise the second"
             )
 

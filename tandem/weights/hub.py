@@ -130,12 +130,12 @@ def _fetch_model(library: Any, api: Any, repository: str, options: Mapping[str, 
             missing = missing or error
             continue
         folder = config.parents[1 if prefix else 0]
-        of_diffusers = diffusers_folder(folder)
+        diffusers_model = diffusers_folder(folder)
         # Before gigabytes of another kind of model are downloaded:
-        read_folder_config(of_diffusers) if of_diffusers else read_config(folder)
+        read_folder_config(diffusers_model) if diffusers_model else read_config(folder)
         patterns = [prefix + name for name in _FILES]
         library.snapshot_download(repository, **{**options, "revision": folder.name}, allow_patterns=patterns)
-        if not (holds_weights(folder) or all(path.is_file() for path in weight_files(of_diffusers or folder))):
+        if not (holds_weights(folder) or all(path.is_file() for path in weight_files(diffusers_model or folder))):
             raise ValueError("it has no weights, or the Hub did not answer and the cache lacks some of them")
         return folder
     if options.get("local_files_only"):
@@ -156,7 +156,7 @@ def upload(
     folder: Path, repository: str, message: str, *, private: bool | None = None, token: str | bool | None = None,
     branch: str | None = None, create_pr: bool | None = None, allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None, delete_patterns: list[str] | str | None = None,
-    kept: Collection[str] = (),
+    protected: Collection[str] = (),
 ) -> str:  # fmt: skip
     """Upload a model folder in one commit, which also deletes the files of an earlier model of this repository that the
     folder lacks. Returns the address of the commit, or of the pull request.
@@ -168,7 +168,7 @@ def upload(
         allow_patterns, ignore_patterns: Upload files with names that match one of the first and none of the second,
             and delete nothing but by delete_patterns.
         delete_patterns: Delete files with such names, too.
-        kept: Patterns of files that stay as they are if the repository has them.
+        protected: Patterns of files that stay as they are if the repository has them.
 
     Raises:
         ValueError: one line, if it failed. Then the Hub's model is as it was, unless the answer to the commit was lost.
@@ -186,10 +186,10 @@ def upload(
         others = [name for name in present_names if name not in paths]
         deleted = [delete_patterns] if isinstance(delete_patterns, str) else list(delete_patterns or ())
         is_whole = allow_patterns is None and ignore_patterns is None
-        stale_names = {*select(others, allow_patterns=_FILES, ignore_patterns=[*kept])} if is_whole else set()
+        stale_names = {*select(others, allow_patterns=_FILES, ignore_patterns=[*protected])} if is_whole else set()
         stale_names |= {*select(others, allow_patterns=deleted)}
-        kept_names = {*select(present_names, allow_patterns=[*kept])}
-        new_names = sorted(paths.keys() - kept_names)
+        protected_names = {*select(present_names, allow_patterns=[*protected])}
+        new_names = sorted(paths.keys() - protected_names)
         new_names = select(new_names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
         # One commit; upload_folder may make several.
         operations = [library.CommitOperationAdd(name, paths[name]) for name in new_names]
@@ -219,8 +219,10 @@ def _has_answered(error: Exception) -> bool:
 
 def _describe(error: Exception) -> str:
     """Why a request to the Hub failed, in one line."""
+    from huggingface_hub.errors import HFValidationError
+
     error, status = _find_cause(error)
-    if type(error) is ValueError:
+    if type(error) in (ValueError, HFValidationError):  # of this file; or the Hub cannot have such a name
         return one_line(error)
     if status is None:
         return f"no answer ({type(error).__name__}: {one_line(error)})"

@@ -87,7 +87,7 @@ def push_model(model: Any, name: str, message: str, **options: Any) -> str:
                 version=__version__,
             )  # fmt: skip
             (folder / CARD).write_text(card)
-        return hub.upload(folder, name, message, kept=(CARD, TOKENIZER_FILE, f"{DISCRIMINATOR}/*"), **options)
+        return hub.upload(folder, name, message, protected=(CARD, TOKENIZER_FILE, f"{DISCRIMINATOR}/*"), **options)
 
 
 def _count(model: Any) -> str:

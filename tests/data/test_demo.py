@@ -13,20 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.data.sources.demo import (
-    COLOURS,
-    HERTZ,
-    LOUDEST_OVER_SOFTEST,
-    PITCHES,
-    PLACES,
-    SHAPES,
-    SIZES,
-    TRIPLES,
-    DemoSource,
-    condition_of,
-    is_held_out,
-    open_demo,
-)  # fmt: skip
+from tandem.data.sources.demo.pictures import TRIPLES, condition_of, is_held_out
+from tandem.data.sources.demo.shapes import COLOURS, POSITIONS, SHAPES, SIZES
+from tandem.data.sources.demo.source import DemoSource, open_demo
+from tandem.data.sources.demo.tones import HERTZ, LOUDEST_OVER_SOFTEST, PITCHES
 from tests.data.helpers import one_line
 from tests.processes import python
 
@@ -38,7 +28,7 @@ AREAS = {
     "circle": math.pi, "ring": math.pi * (1 - 0.44**2), "square": 1.64**2, "diamond": 2 / 1.4,
     "triangle": 1.75**2 / 2, "star": 5 * 0.45 * math.sin(math.pi / 5), "cross": 2 * 1.9 * 0.64 - 0.64**2,
 }  # fmt: skip
-PHRASE = re.compile(rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
+PHRASE = re.compile(rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(POSITIONS)})")
 
 
 def draw(source: DemoSource, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
@@ -86,14 +76,14 @@ def test_captions_of_pictures_are_true() -> None:
         picture = images.record(index)["image"](size, 3).numpy().astype(int)
         phrases = PHRASE.findall(caption(images, index))
         assert 1 <= len(phrases) <= 3
-        for size_name, colour, shape, place in phrases:
-            near = np.maximum(abs(x - PLACES[place][0]), abs(y - PLACES[place][1])) < 0.25
+        for size_name, colour, shape, position in phrases:
+            near = np.maximum(abs(x - POSITIONS[position][0]), abs(y - POSITIONS[position][1])) < 0.25
             distance = np.abs(picture - np.array(COLOURS[colour])[:, None, None]).max(0)
             area = ((distance < 50) & near).sum() / size**2
             # sizes vary by 4%, so areas by 8%; the next size is 26% away; pixels on the outline are of mixed colours
             assert area / (areas[shape] * SIZES[size_name] ** 2) == pytest.approx(1, abs=0.16), caption(images, index)
-            seen.update([size_name, colour, shape, place])
-    assert seen == {*SIZES, *COLOURS, *SHAPES, *PLACES}
+            seen.update([size_name, colour, shape, position])
+    assert seen == {*SIZES, *COLOURS, *SHAPES, *POSITIONS}
 
 
 def test_a_tenth_of_the_combinations_is_held_out_of_which_no_two_share_a_pair() -> None:
@@ -107,7 +97,7 @@ def test_a_tenth_of_the_combinations_is_held_out_of_which_no_two_share_a_pair() 
 def test_held_out_combinations_are_never_shown_and_all_others_are() -> None:
     shown = DemoSource("scenes", 4000)
     phrases = [PHRASE.findall(caption(shown, index))[0] for index in range(len(shown))]
-    assert {(shape, colour, place) for _, colour, shape, place in phrases} == {
+    assert {(shape, colour, position) for _, colour, shape, position in phrases} == {
         names for names in TRIPLES if not is_held_out(*names)
     }
 

@@ -66,10 +66,8 @@ def test_a_validation_sees_the_same_few_samples_on_any_number_of_processes_and_t
         opened = feed(process, valid_samples=10)
         opened.start(0)
         some = ids(opened.validation())
-        opened.sees_whole_split = True
-        everything = ids(opened.validation())
-        opened.sees_whole_split = False
-        assert ids(opened.validation()) == some and len(opened.validated) == 10
+        everything = ids(opened.validation(whole=True))
+        assert ids(opened.validation()) == some and opened.validation().n_samples == 10
         return some, everything, len(opened.preview(4)["ids"])
 
     some, everything, n_shown = zip(*on_processes(world_size, validated), strict=True)
@@ -83,7 +81,7 @@ def test_a_validation_sees_the_same_few_samples_on_any_number_of_processes_and_t
 )
 def test_a_validation_sees_a_tenth_of_what_is_trained_on_before_it_and_at_least_a_batch(said, every, seen):
     opened = feed(valid_samples=said, validate_every_n_steps=every)
-    assert len(opened.validated) == seen
+    assert len(opened.valid_part) == seen
     assert (f"({seen} at each validation" in opened.summary()) is (seen < 26)
 
 

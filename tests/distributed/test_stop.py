@@ -23,10 +23,20 @@ from tandem.distributed.signals import SIGNALS, Signals, StopRequest
 from tests.processes import Process, on_backends, on_processes
 
 
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    """Those that are ignored, under nohup or in the background of a shell script, have an effect here."""
+    of_pytest = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in of_pytest.items():
+        signal.signal(number, signal.SIG_DFL if handler == signal.SIG_IGN else handler)
+    yield
+    for number, handler in of_pytest.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def request_() -> Iterator[StopRequest]:
     """Signals are caught while the test runs; the handlers from before come back."""
-    of_pytest = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored, as under nohup
     before = [signal.getsignal(number) for number in SIGNALS]
     signals = Signals(lambda: False, is_root=True)
     signals.enable_saving()
@@ -34,7 +44,6 @@ def request_() -> Iterator[StopRequest]:
     yield StopRequest(Communicator(), signals.received)
     signals.close()
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    signal.signal(signal.SIGHUP, of_pytest)
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
@@ -56,7 +65,7 @@ def forked(
     if child == 0:
         os.dup2(writer, 2)
         sys.stderr = open(2, "w")  # noqa: SIM115  (not what pytest has put there)
-        for number in SIGNALS:  # pytest itself may run under nohup
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         signals = Signals(lambda: False, is_root=rank == 0)
         signals.enable_saving()
@@ -103,10 +112,12 @@ def test_a_second_interrupt_alone_ends_the_process_at_once(numbers: list[signal.
     assert ended_with(*numbers, rank=1) == (status, "")
 
 
-def test_a_closed_terminal_is_a_request_but_not_under_nohup() -> None:
-    assert ended_with(HANGUP)[0] == 8
-    assert ended_with(HANGUP, ignored=(HANGUP,)) == (7, "")
-    assert ended_with(HANGUP, TERMINATE, ignored=(HANGUP,))[0] == 8
+@pytest.mark.parametrize("number", [HANGUP, INTERRUPT], ids=["terminal closed", "Ctrl-C"])
+def test_a_signal_of_the_terminal_is_a_request_but_not_where_it_is_ignored(number: signal.Signals) -> None:
+    """As under nohup, or in the background of a shell script."""
+    assert ended_with(number)[0] == 8
+    assert ended_with(number, ignored=(number,)) == (7, "")
+    assert ended_with(number, TERMINATE, ignored=(number,))[0] == 8
 
 
 def test_signals_are_heard_at_once_although_the_main_thread_is_in_c() -> None:
@@ -181,12 +192,11 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
 
 
 def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor_is_closed_twice() -> None:
-    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # under nohup not SIGHUP
     signals = Signals(lambda: False, is_root=True)
     signals.enable_saving()
     child = os.fork()
     if child == 0:
-        is_default = all(signal.getsignal(number) == signal.SIG_DFL for number in heard)
+        is_default = all(signal.getsignal(number) == signal.SIG_DFL for number in SIGNALS)
         reused = os.pipe()  # these have the numbers of the pipe that is closed here
         grandchild = os.fork()
         if grandchild == 0:

@@ -140,6 +140,7 @@ def test_another_average_at_a_resume_is_an_error_that_names_the_flag():
         (decay, none, "continue with --ema_decay"), (decay, power, "continue with --ema_decay"),
         (power, none, "continue with --ema_power 0.05 0.1"), (power, decay, "continue with --ema_power 0.05 0.1"),
         (power, (0.0, [0.05]), "continue with --ema_power 0.05 0.1"),
+        (power, (0.0, [0.1, 0.05]), "continue with --ema_power 0.05 0.1"),  # the first one is the model of the run
     ):  # fmt: skip
         state = make_ema(Whole(Model()), *before).state_dict()
         with pytest.raises(ValueError, match=complaint):

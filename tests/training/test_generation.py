@@ -24,10 +24,10 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
         events.append(f"draws {batch}")
         on_pictures(torch.zeros(batch, 3, 4, 4))
 
-    decoder, feed = SimpleNamespace(image_sizes=(4,), sample=sample), SimpleNamespace(check_stop_request=lambda: None)
+    decoder = SimpleNamespace(image_sizes=(4,), sample=sample)
     n = 2 * DRAW_CHUNK
     conditions = {"images": torch.zeros(n, 3, 4, 4), "captions": [""] * n}
-    Generation(feed, lambda batch: {}, None, process, 0).draw(decoder, conditions)
+    Generation(None, lambda batch: {}, None, process, 0, lambda: None).draw(decoder, conditions)
     assert events[:2] == [f"draws {DRAW_CHUNK}", "meets the others"] and "all_gather" in events[2:]
 
 
@@ -59,9 +59,7 @@ def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_tha
                 raise Stopped
 
         with pytest.raises(Stopped):
-            Generation(SimpleNamespace(check_stop_request=check_stop_request), lambda batch: {}, None, process, 0).draw(
-                Decoder(), conditions
-            )
+            Generation(None, lambda batch: {}, None, process, 0, check_stop_request).draw(Decoder(), conditions)
         return steps
 
     assert on_processes(2, work) == [[10, 10], [10, 3]]
@@ -88,8 +86,8 @@ def test_each_wanted_picture_is_measured_once_beside_its_own_real_one_on_any_num
         return conditions["shades"][:, None, None, None].expand(-1, 3, 4, 4)
 
     def work(process: Process) -> None:
-        feed = SimpleNamespace(check_stop_request=lambda: None, validation_samples=of)
-        generation = Generation(feed, lambda batch: {"shades": batch["shades"]}, None, process, 0)
+        feed = SimpleNamespace(validation_samples=of)
+        generation = Generation(feed, lambda batch: {"shades": batch["shades"]}, None, process, 0, lambda: None)
         generation.measure(SimpleNamespace(image_sizes=[4], sample=sample), count, Quality(), None)
 
     on_processes(world, work)

@@ -194,7 +194,8 @@ def test_what_is_no_file_of_weights_is_named_with_what_to_do(kind: str, ending: 
 
 FOLDERS = {
     "zero_to_fp32.py": "a checkpoint of DeepSpeed", "zero_pp_rank_0_mp_rank_00_optim_states.pt": "part of a checkpoint",
-    ".metadata": "torch.distributed.checkpoint", "model.ckpt": "give one of its files in place of the folder, such as",
+    ".metadata": "torch.distributed.checkpoint", "step_00000002_ema_0.1.safetensors": "convert.py average",
+    "model.ckpt": "give one of its files in place of the folder, such as",
 }  # fmt: skip
 
 
@@ -202,6 +203,11 @@ FOLDERS = {
 def test_a_folder_of_another_tool_is_named_with_what_to_do(file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(b"x")
     assert FOLDERS[file] in one_line_of(load_model, tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    for read in (load_model, detect_format):
+        assert one_line_of(read, Path("/proc/self/mem")) == "cannot read /proc/self/mem: Input/output error"
 
 
 def test_a_pointer_in_a_model_folder_and_a_folder_of_transformers_are_named(

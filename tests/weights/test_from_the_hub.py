@@ -158,3 +158,8 @@ def test_what_cannot_be_pushed_is_one_line(hub: Hub) -> None:
     assert "is public" in refused(VQGAN.from_dict(helpers.VQGAN).push_to_hub, NAME, private=True)
     assert "HTTP 401" in refused(VQGAN.from_dict(helpers.VQGAN).push_to_hub, NAME, token="hf_wrong")
     assert hub.files(NAME) == {"README.md": b""}
+
+
+def test_a_name_that_no_model_can_have_is_refused_as_such_and_not_for_want_of_an_answer(hub: Hub) -> None:
+    line = one_line_of(load_model, Path("alice/fa--ces"))
+    assert "Cannot have -- or .." in line and "no answer" not in line and not hub.requests

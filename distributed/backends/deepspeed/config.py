@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.distributed.base import Options
 from tandem.distributed.errors import UserMistake
-from tandem.io.installed import find_shipped_file
+from tandem.io.installed import find_shipped_file, similar_files
 from tandem.io.reading import counted, parse_json, read_bytes
 
 AUTO = "auto"
@@ -58,7 +58,7 @@ def read_config(path: str) -> dict[str, Any]:
         hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _finite_float, "parse_float": _finite_float}
         config = parse_json(read_bytes(find_shipped_file(path), _MAX_BYTES), **hooks)
     except OSError as error:
-        raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
+        raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}{similar_files(path)}") from None
     except ValueError as error:
         raise UserMistake(f"--deepspeed_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):

@@ -98,15 +98,15 @@ class Crop:
     largest part of it that has the shape of the sample, such as a square.
 
     Args:
-        place: Where in the region this part is taken: in the "center", or at a "random" place.
+        position: Where in the region this part lies: "center", or at a "random" position.
         area: The smallest and the largest area of the region, as a share of the picture; None: the region is the whole
             picture. The region is drawn as by torchvision's RandomResizedCrop: the area uniformly, the logarithm of
-            width over height uniformly from log 3/4 to log 4/3, then the place uniformly; after ten draws that do not
-            fit into the picture, it is the largest region of such a shape in the middle.
+            width over height uniformly from log 3/4 to log 4/3, then the position uniformly; after ten draws that do
+            not fit into the picture, it is the largest region of such a shape in the middle.
         min_side: The least number of pixels of both sides of the region; the picture must have as many.
     """
 
-    place: str = "center"
+    position: str = "center"
     area: tuple[float, float] | None = None
     seed: int = 0
     min_side: int = 1
@@ -114,13 +114,13 @@ class Crop:
     def box_chooser(self, epoch: int, index: int) -> ChooseBox | None:
         """The function that chooses the part of a sample in an epoch, the same for all pictures of one size; None for
         the centre crop, the decoders' default."""
-        is_plain = self.place == "center" and self.area is None
+        is_plain = self.position == "center" and self.area is None
         return None if is_plain else functools.partial(self._draw_box, epoch, index)
 
     def _draw_box(self, epoch: int, index: int, width: int, height: int, *sample_sides: int) -> Box:
         draws = Draws("square", self.seed, epoch, index)
         left, top, w, h = self.region(width, height, draws)
-        if self.place == "random":
+        if self.position == "random":
             box_w, box_h = largest_box(w, h, *sample_sides)
             x, y = (draws.below(math.floor(room) + 1) for room in (w - box_w, h - box_h))
             return Box(left + x, top + y, box_w, box_h)

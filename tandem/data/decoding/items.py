@@ -36,14 +36,14 @@ _SOUND = (
 )
 
 
-def item_part(item: Any, *names: str, place: int | None = 0) -> Any:
+def item_part(item: Any, *names: str, position: int | None = 0) -> Any:
     """A part of an item: of a mapping the value of the first key of `names` that exists; of a tuple the entry at
-    `place`; of any other item the item itself, at place 0. None if there is no such part."""
+    `position`; of any other item the item itself, at position 0. None if there is no such part."""
     if isinstance(item, Mapping):
         return next((item[name] for name in names if item.get(name) is not None), None)
     if isinstance(item, (tuple, list)):
-        return None if place is None or len(item) <= place else item[place]
-    return item if place == 0 else None
+        return None if position is None or len(item) <= position else item[position]
+    return item if position == 0 else None
 
 
 def as_uint8(array: np.ndarray) -> np.ndarray | None:
@@ -88,7 +88,7 @@ class VideoItem(NamedTuple):
     @property
     def fps(self) -> float:
         """Frames per second, which an item has to state only for --fps."""
-        fps = item_part(self.item, "fps", place=None)
+        fps = item_part(self.item, "fps", position=None)
         if not (isinstance(fps, (int, float, np.number)) and 0 < float(fps) < math.inf):
             raise item_error(self.item, 'for --fps, a mapping with a "video" and its "fps", above 0')
         return float(fps)
@@ -107,7 +107,7 @@ def sound_of(item: Any) -> FileRef:
     import soundfile
 
     waveform: Any = item_part(item, "waveform", "audio")
-    rate: Any = item_part(item, "sample_rate", "sampling_rate", place=1)
+    rate: Any = item_part(item, "sample_rate", "sampling_rate", position=1)
     if isinstance(waveform, Mapping):  # as Hugging Face's library `datasets` decodes a sound
         waveform, rate = waveform.get("array"), waveform.get("sampling_rate")
     array = as_array(waveform)
@@ -139,7 +139,7 @@ def texts_of(item: Any) -> Texts:
 
 def caption_of(item: Any) -> str:
     """The caption of an item of a user's dataset; "" for a tuple of an image and its class."""
-    caption = item_part(item, "caption", "text", "captions", place=1)
+    caption = item_part(item, "caption", "text", "captions", position=1)
     if isinstance(caption, (list, tuple)):
         caption = caption[0] if caption else None
     if isinstance(item, (tuple, list)) and not isinstance(caption, str):
@@ -152,7 +152,7 @@ def caption_of(item: Any) -> str:
 def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:
     """The array of floats of this name in an item, None for a mapping without it. `dimensions`: 1 or 2. Raises
     `missing_array_error` for any other item."""
-    part = item_part(item, name, place=None)
+    part = item_part(item, name, position=None)
     if part is None and isinstance(item, Mapping):
         return None
     array = as_array(part)

@@ -48,7 +48,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tandem.devices import on_host
+from tandem.devices import has_pinned_memory, on_host, start_copy_to_host
 from tandem.hashing import derive_key
 from tandem.io.reading import open_regular, parse_json, read_lines
 
@@ -286,14 +286,22 @@ def _save_image(path: Path, pixels: Tensor) -> None:
 def pixels_of(inputs: Iterable[Any], decode: Callable[[Any], Tensor], is_float: bool = False) -> Iterator[Tensor]:
     """The pictures uint8 (h, w, c), round(255 x) after clamping, or with `is_float` fp32 (c, h, w), clamped, of the
     images (b, c, h, w) in [0, 1] to which `decode` maps each input. `decode` is called when the first picture of an
-    input is requested; on an accelerator, one input earlier."""
+    input is requested; on an accelerator, one input earlier. Raises ValueError, in one line, if one is not finite."""
 
-    def batches() -> Iterator[tuple[None, Tensor]]:
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in inputs:
-            images = decode(batch).float().clamp(0, 1)
-            yield None, images if is_float else (images * 255).round().byte().permute(0, 2, 3, 1).contiguous()
+            images = decode(batch).float()
+            is_finite = images.isfinite().all()
+            if has_pinned_memory(images.device):  # read there, it would wait for the images of the next input, too
+                is_finite, _ = start_copy_to_host(is_finite)
+            images = images.clamp(0, 1)
+            yield is_finite, images if is_float else (images * 255).round().byte().permute(0, 2, 3, 1).contiguous()
 
-    for _, images in on_host(batches()):
+    for is_finite, images in on_host(batches()):
+        if not is_finite:
+            raise ValueError(
+                "the model makes values that are not finite: its inputs may not be, or, with fp16, try --precision bf16"
+            )
         yield from images
 
 

@@ -56,8 +56,8 @@ class FilmWriter(ShardWriter):
             assert len(films) + len(encoded.bad) == len(self._items[shard]), (shard, films, encoded.bad)
 
             def blocks() -> Iterator[bytes]:
-                for place, length in (extent for film in films for extent in extents[film]):
-                    spool.seek(place)
+                for offset, length in (extent for film in films for extent in extents[film]):
+                    spool.seek(offset)
                     yield spool.read(length)
 
             metadata = self._metadata([encoded.entries[film] for film in films], encoded.bad)

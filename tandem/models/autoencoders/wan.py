@@ -291,8 +291,8 @@ class Upsampling(Resampling):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.time_conv is not None:
             first = x[:, :, :1]
-            seen = torch.cat([torch.zeros_like(first), x[:, :, 1:]], dim=2) if context.is_start else x
-            doubled = rearrange(self.time_conv(seen, context), "b (p c) f h w -> b c (f p) h w", p=2)
+            without_first = torch.cat([torch.zeros_like(first), x[:, :, 1:]], dim=2) if context.is_start else x
+            doubled = rearrange(self.time_conv(without_first, context), "b (p c) f h w -> b c (f p) h w", p=2)
             x = torch.cat([first, doubled[:, :, 2:]], dim=2) if context.is_start else doubled
         return _each_frame(self.resample, x)
 

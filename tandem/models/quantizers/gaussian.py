@@ -31,10 +31,10 @@ def compute_channel_statistics(channel_stats: Tensor) -> tuple[list[float], list
     """Mean and standard deviation of each channel of the latents, d numbers each, from
     `DiagonalGaussian.channel_stats`; None as for `compute_scale`. With patches, of each channel of a patch."""
     channels = [_mean_and_deviation(*stats) for stats in channel_stats.T.tolist()]
-    known = [channel for channel in channels if channel is not None]
-    if len(known) < len(channels):
+    measured = [channel for channel in channels if channel is not None]
+    if len(measured) < len(channels):
         return None
-    return [mean for mean, _ in known], [max(deviation, _MIN_DEVIATION) for _, deviation in known]
+    return [mean for mean, _ in measured], [max(deviation, _MIN_DEVIATION) for _, deviation in measured]
 
 
 def came_with_weights(channel_stats: Tensor) -> bool:

@@ -122,6 +122,8 @@ class EMAFiles:
                     raise ValueError(f"{file.path} holds an average of another model: see its {name}")
                 if coefficient := by_name[name][index]:
                     term = weights[name].double() * coefficient
+                    if not term.isfinite().all():
+                        raise ValueError(f"{file.path} is damaged: {name} is not finite")
                     sums[name] = sums[name] + term if name in sums else term
         return {name: total.float() for name, total in sums.items()}, max(last.updates.values()), distance
 

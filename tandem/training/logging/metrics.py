@@ -79,13 +79,13 @@ class Metrics:
             step_values = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
             self._values |= {**values, **step_values}
 
-    def log_codes(self, codes: Sequence[Tensor], num_codes: int, **values: Any) -> None:
-        """Record the codes of this update's micro-batches, integers of any shape below `num_codes`, and `values` about
-        them: the line has their statistics, and `pictures` their histogram. Collective if `are_codes_due`; otherwise,
-        and for a model without codes, it does nothing."""
+    def log_codes(self, codes: Sequence[Tensor], num_codes: int) -> None:
+        """Record the codes of this update's micro-batches, integers of any shape below `num_codes`: the line has their
+        statistics, and `pictures` their histogram. Collective if `are_codes_due`; otherwise, and for a model without
+        codes, it does nothing."""
         if self.are_codes_due and num_codes:
             counts = count_codes(codes, num_codes, self._processes.sum)
-            self.log(**code_statistics(counts), **values)
+            self.log(**code_statistics(counts))
             if self._is_histogram_due and self._processes.is_root:
                 self._histogram = code_histogram(counts)
 

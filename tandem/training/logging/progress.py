@@ -36,8 +36,8 @@ def run_length(
         reason = f"--max_steps {max_steps}{alternative}"
     elif max_steps is not None and max_steps > epoch_steps:
         reason += f", which ends the run before --max_steps {max_steps}"
-    minutes = f"; at most {counted(max_minutes, 'minute')} by --max_minutes" if max_minutes else ""
-    return steps, flag, f"{counted(steps, 'update')} ({reason}{minutes})"
+    minutes = f" or {counted(max_minutes, 'minute')} (--max_minutes), whichever comes first" if max_minutes else ""
+    return steps, flag, f"{counted(steps, 'update')} ({reason}){minutes}"
 
 
 class Progress:
@@ -128,29 +128,32 @@ class ProgressDisplay:
 
     Args:
         columns: See `MetricsTable`.
-        max_seconds_left: Seconds after which the run ends in any case.
+        max_seconds_left: Seconds after which the run ends in any case. The number of its updates, which it may then not
+            reach, is not shown. None: it ends with the last update.
     """
 
     def __init__(
         self, progress: Progress, is_root: bool, stream: TextIO | None = None, columns: Sequence[str] = (),
-        max_seconds_left: Callable[[], float] = lambda: math.inf,
+        max_seconds_left: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         self._max_seconds_left = max_seconds_left
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
         self._first_step, self._start_seconds = progress.step, time.monotonic()
         # get_terminal_size returns 80 for a terminal that reports no width. tqdm alone would draw no bar there.
         self._terminal_width = shutil.get_terminal_size().columns
+        is_timed = max_seconds_left is not None
+        count = "{n_fmt}" if is_timed else "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}"
         self._bar = tqdm(
             total=progress.total_steps,
             initial=progress.step,
-            bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed{postfix}",
+            bar_format=f"{count} updates, {{elapsed}} passed{{postfix}}",
             leave=False,  # the last lines of a run stay last
             ncols=self._terminal_width,
             file=self._stream,
             disable=None if is_root else True,  # None: where there is no terminal
         )
         width = _WIDTH if self._bar.disable else min(_WIDTH, self._terminal_width)
-        self._table = MetricsTable(progress.total_steps, columns, width)
+        self._table = MetricsTable(progress.total_steps, columns, width, shows_total=not is_timed)
 
     def update(self) -> None:
         """Show that an update was counted."""
@@ -171,7 +174,7 @@ class ProgressDisplay:
         if (n_updates := progress.step - self._first_step) < 1:
             return None
         seconds = (time.monotonic() - self._start_seconds) / n_updates * (progress.last_step - progress.step)
-        return max(0.0, min(seconds, self._max_seconds_left()))
+        return max(0.0, min(seconds, self._max_seconds_left() if self._max_seconds_left else math.inf))
 
     def say(self, text: str, *, whole: bool = False) -> None:
         """Print a message, with ? for control characters. On a terminal it is wrapped between words, unless it is to
@@ -204,11 +207,6 @@ def format_duration(seconds: float) -> str:
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60:02d} s"
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
-
-
-def format_setting(value: Any) -> Any:
-    """A setting as in a command: 30 for the number 30.0."""
-    return f"{value:g}" if isinstance(value, float) else value
 
 
 def describe_part(part: Any) -> str:

@@ -20,13 +20,15 @@ class MetricsTable:
         columns: Names as in metrics.jsonl, the most important first: metrics of an update, beside its loss, and of a
             validation ("valid/psnr"; without any, all are shown). The last ones are left out if the line has no room.
         width: Maximum characters of a line. Counts of faults (`FAULTS`), which follow a row, may exceed it.
+        shows_total: Whether a line has `total_steps` beside its own number.
     """
 
-    def __init__(self, total_steps: int, columns: Sequence[str], width: int) -> None:
+    def __init__(self, total_steps: int, columns: Sequence[str], width: int, *, shows_total: bool = True) -> None:
         self._total, self._width, self._rows = str(total_steps), width, 0
+        self._total_text = f"/{total_steps}" if shows_total else ""
         self._validation_columns = [name.removeprefix("valid/") for name in columns if name.startswith("valid/")]
         names = ["loss", *(name for name in columns if not name.startswith("valid/"))]
-        start = f"update {self._total}/{self._total}"
+        start = f"update {self._total}{self._total_text}"
         while len(start + self._cells({name: name for name in [*names, _RATE, _TIME_LEFT]})) > width and len(names) > 1:
             names.pop()
         self._columns = [*names, _RATE, _TIME_LEFT]
@@ -34,7 +36,7 @@ class MetricsTable:
     def lines(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> Iterator[str]:
         """The lines for the metrics after `step` updates, which are those of the update, of a validation, of both or of
         neither. `seconds_left`: until the end of the run; None if unknown."""
-        counter = f"{step:>{len(self._total)}}/{self._total}"
+        counter = f"{step:>{len(self._total)}}{self._total_text}"
         if "loss" in metrics:
             start = f"update {counter}"
             if self._rows % _ROWS_PER_HEADING == 0:

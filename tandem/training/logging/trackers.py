@@ -104,7 +104,7 @@ class Trackers:
         position = (step, _is_evaluation(metrics))
         assert position > self._last, f"{position} was logged after {self._last}: (step, whether of its evaluation)"
         self._last = position
-        values = {name: _to_json(value) for name, value in {"step": step, **metrics}.items()}
+        values = {name: logged_value(value) for name, value in {"step": step, **metrics}.items()}
         self._pending_lines.append(json.dumps(values, allow_nan=False).encode() + b"\n")
         self.write_lines()
         self._call_trackers("log", step, metrics)
@@ -172,7 +172,8 @@ def _read_file_lines(path: Path) -> Iterator[bytes]:
         raise ValueError(f"cannot go on in {path.parent}: {error}; remove it, or start over with --fresh") from None
 
 
-def _to_json(value: Any) -> Any:
+def logged_value(value: Any) -> Any:
+    """A value as metrics.jsonl has it: a float with 12 digits, or None if it is not finite."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.12g}") if math.isfinite(value) else None

@@ -3,8 +3,8 @@ arXiv:2501.01423, section 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,13 @@ def alignment_terms(
         cosine = F.relu(1 - cosine_margin - (z * f).sum(1)).mean()
         distance = F.relu((z.mT @ z - f.mT @ f).abs() - distance_margin).mean()
     return cosine, distance
+
+
+class AlignedPair(NamedTuple):
+    """What the projection learns from a micro-batch, without gradients."""
+
+    latents: Tensor  # (b, d, h, w) fp32
+    features: Tensor  # (b, width, h, w)
 
 
 class _DirectedGradient:
@@ -80,7 +87,6 @@ class Alignment:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], log: Callable[..., None],
     ) -> None:  # fmt: skip
         self._config, self._vision, self._log = config, vision, log
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # latents and features of this update's micro-batches
         #: What belongs into a checkpoint: the engine of the projection, if there is one, by name.
         self.parts: dict[str, Any] = {}
         if vision is None:
@@ -96,11 +102,11 @@ class Alignment:
             return {}
         return {"change_latent_gradient": _DirectedGradient(self._config.align_weight)}
 
-    def terms(self, out: Any, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    def terms(self, out: Any, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], AlignedPair | None]:
         """The generator's output for a micro-batch -> its term by name, 0-d and unweighted: "alignment_loss", the sum
-        of the two `alignment_terms`; without a vision model none."""
+        of the two `alignment_terms`; and what `update` needs of it. Without a vision model, no term and None."""
         if self._vision is None:
-            return {}
+            return {}, None
         latents, images = _first_frame(out.latents), _first_frame(micro_batch.images)
         inputs = latents.detach().float().requires_grad_()
         with self._engine.frozen(), self._engine.autocast():
@@ -109,22 +115,21 @@ class Alignment:
             loss = cosine + distance
             gradient = image_gradient(loss, inputs)
         self._log(alignment_cosine=cosine, alignment_distance=distance)
-        self._pairs.append((inputs.detach(), features))
+        pair = AlignedPair(inputs.detach(), features)
         if hook := micro_batch.generator_inputs.get("change_latent_gradient"):
             hook.direction = gradient / _image_norms(gradient).clamp_min(_MIN_NORM)
-            return {"alignment_loss": loss.detach()}
-        return {"alignment_loss": with_gradient(loss.detach(), latents.float(), gradient)}
+            return {"alignment_loss": loss.detach()}, pair
+        return {"alignment_loss": with_gradient(loss.detach(), latents.float(), gradient)}, pair
 
-    def update(self, batch: Mapping[str, Any], lr: float, *, with_norm: bool = True) -> None:
-        """One update of the projection, on the latents that `terms` was given. `with_norm` as in `Engine.step`.
-        Collective."""
+    def update(self, batch: Mapping[str, Any], pairs: Sequence[Any], lr: float, *, with_norm: bool = True) -> None:
+        """One update of the projection, on the second results of `terms` for the micro-batches. `with_norm` as in
+        `Engine.step`. Collective."""
         if self._vision is None:
             return
         self._engine.lr = lr
-        for _, (latents, features) in zip(self._engine.micro_batches(batch), self._pairs, strict=True):
+        for _, (latents, features) in zip(self._engine.micro_batches(batch), pairs, strict=True):
             cosine, distance = self._terms(self._engine(latents), features)
             self._engine.backward(cosine + distance)
-        self._pairs.clear()
         self._engine.step(with_norm=with_norm)
 
     def _terms(self, projections: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,6 +117,13 @@ class GANLoss:
         """Whether the discriminator's loss in update number `step` has a gradient penalty."""
         return bool(self._config.penalty_weight) and step % self._config.apply_grad_penalty_every == 0
 
+    def possible_columns(self, columns: Sequence[str], total_steps: int) -> list[str]:
+        """Those of the metrics `columns` that can have a value in a run of so many updates: a model without codes uses
+        none, and the discriminator may not begin to learn."""
+        absent = set() if self._quantizer.num_codes else {"codes_used", "valid/codes_used"}
+        absent |= set() if self.is_adversarial(total_steps - 1) else {"discr_loss"}
+        return [name for name in columns if name not in absent]
+
     def active_terms(self, step: int, batch: Mapping[str, Any] | None = None) -> tuple[bool, bool]:
         """Whether update number `step` has the adversarial loss, and whether it has the gradient penalty: the argument
         `update_kind` of `training.updates`, which passes the batch, too."""

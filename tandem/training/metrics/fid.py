@@ -9,6 +9,7 @@ this file.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -68,8 +69,10 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of the covariances A and B (Dowson & Landau 1982).
 
     The outer root is of a symmetric matrix, so it is real even if the covariances, of fewer than d vectors, are
-    singular. For d = 2048 it takes about a second on a GPU, up to a minute on a small CPU.
+    singular. For d = 2048 it takes about a second on a GPU, up to a minute on a small CPU. NaN if a mean is not finite.
     """
+    if not (a.mean + b.mean).isfinite().all():  # such as of the features of reconstructions that overflow
+        return math.nan
     values, vectors = torch.linalg.eigh(a.covariance)
     root_of_a = (vectors * values.clamp_min(0).sqrt()) @ vectors.T  # rounding makes zeros slightly negative
     product = root_of_a @ b.covariance @ root_of_a

@@ -90,8 +90,8 @@ class ReconstructedVariance:
         error, squared_means = means[2], means[3:].view(2, -1).square().sum(1)
         variance, reconstructed_variance = (means[:2] - squared_means).clamp_min(0)
         variance = torch.where(variance > _ROUNDING_VARIANCE, variance, math.nan)
-        kept, explained = reconstructed_variance / variance, 1 - error / variance
-        return {"variance_kept": kept.item(), "explained_variance": explained.item()}
+        variance_kept, explained = reconstructed_variance / variance, 1 - error / variance
+        return {"variance_kept": variance_kept.item(), "explained_variance": explained.item()}
 
     @staticmethod
     def _cell_means(images: Tensor) -> Tensor:

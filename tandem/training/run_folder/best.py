@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from tandem.io.reading import error_text, read_json_or_empty
 from tandem.io.writing import delete, free_name, sync
+from tandem.training.logging.trackers import logged_value
 
 _RECORD_FILE = "best.json"
 _UNFINISHED = ".best.unfinished"
@@ -60,18 +60,17 @@ class BestModel:
         self.failure = broadcast(self.failure)
 
     def is_better(self, value: float, loss: float | None = None) -> bool:
-        """Whether a value is better than that of the best model, or as good and of a lower loss; NaN is not."""
-        if math.isnan(value) or self.value is None:
-            return not math.isnan(value)
+        """Whether a value is better than that of the best model, or as good and of a lower loss."""
+        if self.value is None:
+            return True
         if value == self.value:
             return loss is not None and self.loss is not None and loss < self.loss
         return value < self.value if self._lowest else value > self.value
 
     def select_values(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
-        """Value and loss among the values of a validation, by name; None for a missing value, and for a loss that is
-        not finite, which JSON does not have."""
-        loss = values.get(self._loss_metric or "")
-        return values.get(self.metric), loss if loss is not None and math.isfinite(loss) else None
+        """Value and loss among the values of a validation, by name, with the digits of metrics.jsonl, from which
+        `catch_up` may read them again; None for one that is missing or not finite."""
+        return logged_value(values.get(self.metric)), logged_value(values.get(self._loss_metric or ""))
 
     def save_if_better(
         self, values: Mapping[str, float], step: int, write: Callable[[Path], None],
@@ -88,9 +87,9 @@ class BestModel:
             check: Raises OSError if nothing may be written now; called on the root alone.
         """
         self.failure = None
+        assert self.metric in values, self.metric
         value, loss = self.select_values(values)
-        assert value is not None, self.metric
-        if not self.is_better(value, loss):
+        if value is None or not self.is_better(value, loss):
             return False
         failure, is_written = None, False
         if self._is_root:

@@ -100,8 +100,12 @@ class RunFolder:
             if name in config and normalize(old.get(name)) != normalize(new[name])
         ]
         if changed:
+            changed = [name for name in changed if saved.get(name) != config[name]] or changed
             reported = [name for name in changed if name in explicit_flags or name in _SEED_FLAGS] or changed
-            differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in reported]
+            differences = [
+                f"--{name} was {format_setting(saved.get(name))} and is now {format_setting(config[name])}"
+                for name in reported
+            ]
             raise ValueError(
                 f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
                 "--output_dir, or --fresh to start over"
@@ -251,6 +255,13 @@ def _fill_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in which --split_seed has its default, the value of --seed."""
     seed = settings.get("split_seed")
     return {**settings, "split_seed": settings.get("seed") if seed is None else seed}
+
+
+def format_setting(value: Any) -> str:
+    """A setting as in a command: 30 for the number 30.0, 8 16 for a list."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(format_setting, value))
+    return "not given" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_output_outside_samples(output_dir: str, sources: Mapping[str, str | None]) -> None:

@@ -57,7 +57,7 @@ def without_counterpart(config: Section, supported: SupportedValues) -> Iterator
                     element_location = f"{location}[{index}]" if is_list else location
                     yield from check_section(require_mapping(element, location), f"{name}.", f"{element_location}.")
             elif name not in supported and f"{prefix}*" not in supported:
-                siblings = [known.removeprefix(prefix) for known in supported if known.startswith(prefix)]
+                siblings = [other.removeprefix(prefix) for other in supported if other.startswith(prefix)]
                 yield f"{location}: unknown key{did_you_mean(str(key), siblings)}"
             else:
                 values, reason = supported.get(name) or supported[f"{prefix}*"]
@@ -73,9 +73,10 @@ def read_default(row: Row) -> Any:
 
 
 def get_section(config: Section, *names: str) -> Section:
-    """A section of the configuration, {} if it is absent or null."""
+    """A section of the configuration, {} if it is absent or null. Raises ValueError, in one line, if it is no
+    mapping."""
     for name in names:
-        config = config.get(name) or {}
+        config = require_mapping(config.get(name), name)
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tandem.config.fields import check_whole
 from tandem.config.models.decoder import PER_UNET, DecoderConfig, UnetConfig
 
 CROSS_ATTENTION = (8, 64)  # heads, and width of a head: constants in DALLE2-pytorch's code
@@ -79,6 +80,7 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
     for name, value in widths.items():
         if value is None:
             raise ValueError(f"its first unet has no {name}, the width of what it is conditioned on")
+    check_whole("its timesteps", timesteps := decoder.get("timesteps", 1000))
     pairs = zip(*(values_per_unet(decoder, name, False) for name in ("predict_x_start", "predict_v")), strict=True)
     objectives = ["v" if is_v else "x_start" if is_x_start else "noise" for is_x_start, is_v in pairs]
     flags: dict[str, Any] = {
@@ -94,7 +96,7 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
     return DecoderConfig(
         **{name: values[:count] for name, values in flags.items()}, **widths, image_embed_scale=1.0,
         condition_on=tuple(kind for kind, takes_kind in kinds.items() if takes_kind),
-        max_text_len=first.get("max_text_len") or 256, timesteps=decoder.get("timesteps", 1000),
+        max_text_len=first.get("max_text_len") or 256, timesteps=timesteps,
         lowres_condition="noise" if any(noisy) else "blur" if any(blurred) else "none",
         lowres_noise_level=decoder.get("lowres_noise_sample_level", 0.2), zero_terminal_snr=False,
     )  # fmt: skip

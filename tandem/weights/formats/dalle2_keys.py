@@ -96,7 +96,10 @@ def _sampling_and_loss_flags(decoder: Section, timesteps: int) -> Flags:
             "decoder.use_noise_for_lowres_cond and use_blur_for_lowres_cond: set one of the two to false; the "
             "other then holds for all upsampling Unets"
         )
-    steps = [n if n is None or n < timesteps else None for n in values_per_unet(decoder, "sample_timesteps", None)]
+    steps = [
+        None if n is None or require_number(n, "decoder.sample_timesteps") >= timesteps else n
+        for n in values_per_unet(decoder, "sample_timesteps", None)
+    ]
     if None in steps and any(steps):
         raise ValueError("decoder.sample_timesteps: give fewer steps than timesteps for all unets, or for none")
     gammas = [

@@ -133,10 +133,11 @@ def detect_format(path: Path) -> PublicFormat:
     Raises:
         ValueError: one line, with what the file holds, if it has none of the formats.
     """
-    if path.is_file() and (reason := why_no_weights(path)):
-        raise ValueError(f"{path} holds no weights: {reason}")
-    if public_format := next((candidate for candidate in FORMATS.values() if candidate.is_format(path)), None):
-        return public_format
+    with _errors_with_path(path):
+        if path.is_file() and (reason := why_no_weights(path)):
+            raise ValueError(f"{path} holds no weights: {reason}")
+        if public_format := next((candidate for candidate in FORMATS.values() if candidate.is_format(path)), None):
+            return public_format
     if (path.parent / CONFIG_FILE).is_file():
         raise ValueError(f"{path} is one file of a model folder: give {path.parent}")
     content = read_content(path)

@@ -136,7 +136,8 @@ def _model_flags(model: Section, data: Section) -> tuple[Flags, list[str]]:
             "model.target GumbelVQ: there is no Gumbel quantizer; a vector quantizer of as many codes is written"
         )
     data = {**data, **get_section(data, "config")}
-    size, side = data.get("size"), data.get("crop_size") or data.get("size") or resolution
+    size = data.get("size")
+    side = require_number(data.get("crop_size") or size or resolution, "data.train.size or crop_size")
     if size not in (None, side):
         notes.append(f"data.train.size {shorten(size)}: the shorter side is resized to {side} instead, before the crop")
     is_random = data.get("random_crop", _class_name(data) in _RANDOMLY_CROPPED)

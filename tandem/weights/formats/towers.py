@@ -155,6 +155,8 @@ def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, 
         file = next((path / name for name in names if (path / name).is_file()), path / names[0])
         quick_gelu = quick_gelu or bool(config.get("quick_gelu"))
         return _convert_open_clip(read_state_dict(file), config["text_cfg"], quick_gelu)
+    if quick_gelu:
+        raise ValueError("its config.json names the activation: leave out --text_tower_quick_gelu")
     config = read_json(path / CONFIG_FILE)
     if config.get("position_embedding_type", "absolute") != "absolute" or config.get("is_decoder"):
         raise ValueError(

@@ -118,7 +118,7 @@ def public_config(model: VideoTokenizer) -> dict[str, Any]:
     config = model.config
     time_levels, halvings = config["time_levels"], len(config["ch_mult"]) - 1
     channels = model.channels * config["patch_size"] ** 2
-    known = model.latents_mean is not None
+    has_statistics = model.latents_mean is not None
     return {
         "_class_name": CLASSES[0], **{name: config[ours] for name, _, ours in _NUMBERS}, **_CONSTANTS,
         "decoder_base_dim": config["decoder_dim"], "dim_mult": config["ch_mult"],
@@ -126,8 +126,8 @@ def public_config(model: VideoTokenizer) -> dict[str, Any]:
         "is_residual": config["residual_resampling"], "in_channels": channels, "out_channels": channels,
         "patch_size": None if config["patch_size"] == 1 else config["patch_size"],
         "scale_factor_temporal": model.frames_per_code, "scale_factor_spatial": model.pixels_per_code,
-        _LATENTS_MEAN: model.latents_mean if known else [0.0] * config["latent_dim"],
-        _LATENTS_STD: model.latents_std if known else [1.0] * config["latent_dim"],
+        _LATENTS_MEAN: model.latents_mean if has_statistics else [0.0] * config["latent_dim"],
+        _LATENTS_STD: model.latents_std if has_statistics else [1.0] * config["latent_dim"],
     }  # fmt: skip
 
 

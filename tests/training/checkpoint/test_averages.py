@@ -127,6 +127,9 @@ def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
     path = files.folder / "step_00000020_ema_of.two_0.05.safetensors"
     whole = path.read_bytes()
     other = whole.replace(b'pdates\\": 20', b'pdates\\": -1')
+    path.write_bytes(whole[:-4] + b"\xff" * 4)
+    with pytest.raises(ValueError, match=r"_0\.05\.safetensors is damaged: \w+ is not finite"):
+        files.reconstruct("ema_of.two", 0.07, dict(made().named_parameters()))
     deep = save({"weight": torch.zeros(1)}, metadata={"average": "[" * 100_000})
     for content in (b"", whole[:40], whole[:-1], other, deep):
         path.write_bytes(content)

@@ -1,7 +1,6 @@
 """One clock, and what shows it."""
 
 import io
-import math
 import re
 
 import pytest
@@ -22,7 +21,8 @@ class Terminal(io.StringIO):
      ((2, 20, 100, 10), 20, "--epochs", "20 updates (--epochs 2)"),
      ((2, 1000, 100, 10), 20, "--epochs", "20 updates (--epochs 2, which ends the run before --max_steps 1000)"),
      ((1e9, 1, 100, 10), 1, "--max_steps", "1 update (--max_steps 1)"),
-     ((2, None, 100, 10, 90.0), 20, "--epochs", "20 updates (--epochs 2; at most 90 minutes by --max_minutes)"),
+     ((2, None, 100, 10, 90.0), 20, "--epochs",
+      "20 updates (--epochs 2) or 90 minutes (--max_minutes), whichever comes first"),
      ((1, None, 114, 8), 15, "--epochs", "15 updates (--epochs 1)"),
      ((0.1, None, 70, 7), 1, "--epochs", "1 update (--epochs 0.1)"),
      ((0.001, None, 10, 8), 1, "--epochs", "1 update (--epochs 0.001)"),
@@ -34,18 +34,22 @@ def test_length_is_whole_updates_of_the_shorter_limit_and_says_which_flag_ends_i
 
 @pytest.mark.parametrize(
     ("max_seconds_left", "last_step", "left"),
-    [(90.0, 10**12, "1:30"), (-5.0, 10**12, "0:00"), (math.inf, 1, "0:00"), (math.inf, 10**12, "d")],
+    [(90.0, 10**12, "1:30"), (-5.0, 10**12, "0:00"), (None, 1, "0:00"), (None, 10**12, "d")],
 )
 def test_the_time_left_is_that_of_the_limit_that_comes_first_in_lines_and_bar(max_seconds_left, last_step, left):
     for stream in (io.StringIO(), Terminal()):
         progress = Progress(4, 16, 10**12)
-        display = ProgressDisplay(progress, True, stream, max_seconds_left=lambda: max_seconds_left)
+        display = ProgressDisplay(
+            progress, True, stream, max_seconds_left=max_seconds_left and (lambda: max_seconds_left)
+        )
         progress.advance()
         progress.last_step = last_step
         display.update()
         display.log({"loss": 1.0})
         row = next(line for line in stream.getvalue().splitlines() if "1.000" in line)
         assert left in row.split()[-1]
+        assert row.split()[1] == ("1" if max_seconds_left else f"1/{10**12}")
+        assert (f"/{10**12}" in stream.getvalue()) == (max_seconds_left is None), "a total that the run does not reach"
     assert re.search(rf"{left}\S* left", stream.getvalue()), "the bar"
 
 

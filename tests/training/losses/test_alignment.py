@@ -98,13 +98,15 @@ def test_encoder_and_projection_learn_as_in_a_plain_loop(quantizer: str, steps: 
     with single(batch_size=BATCH, grad_accum_steps=steps) as backend:
         engine, alignment = aligned(backend, generator, log)
         projection = copy.deepcopy(alignment.parts["projection"].module)
-        batch = {"x": images, "noise": noise}
+        batch, pairs = {"x": images, "noise": noise}, []
         for part in engine.micro_batches(batch):
             out = engine(part["x"], part["noise"]) if quantizer == "kl" else engine(part["x"])
-            [(name, term)] = alignment.terms(out, MicroBatch(part["x"], {}, {}, False)).items()
+            terms, pair = alignment.terms(out, MicroBatch(part["x"], {}, {}, False))
+            [(name, term)] = terms.items()
+            pairs.append(pair)
             engine.backward(3 * term)
         engine.step()
-        alignment.update(batch, RATE)
+        alignment.update(batch, pairs, RATE)
         ours = alignment.parts["projection"].module.weight
 
     moments = plain.encoder(2 * images - 1)
@@ -131,7 +133,7 @@ def test_an_adaptive_weight_makes_the_gradient_of_each_image_a_share_of_that_of_
         for part in engine.micro_batches({"x": images, "noise": noise}):
             inputs = alignment.generator_inputs()
             out = engine(part["x"], part["noise"], **inputs)
-            term = alignment.terms(out, MicroBatch(part["x"], inputs, {}, False))["alignment_loss"]
+            term = alignment.terms(out, MicroBatch(part["x"], inputs, {}, False))[0]["alignment_loss"]
             assert not term.requires_grad
             engine.backward((out.reconstruction - part["x"]).square().mean() + share * term)
         engine.step()
@@ -169,7 +171,7 @@ def test_of_a_video_the_first_frame_is_aligned_and_later_ones_get_no_gradient() 
         latents = some(2, 6, 3, 4, 4).requires_grad_()
         for images in (videos, videos[:, :, 0]):
             out = SimpleNamespace(latents=latents if images.dim() == 5 else latents[:, :, :1])
-            term = alignment.terms(out, MicroBatch(images, {}, {}, False))["alignment_loss"]
+            term = alignment.terms(out, MicroBatch(images, {}, {}, False))[0]["alignment_loss"]
             gradient = torch.autograd.grad(term, latents)[0]
             assert torch.equal(alignment._vision.seen, videos[:, :, 0])
             assert gradient[:, :, 0].abs().min() > 0 and gradient[:, :, 1:].abs().max() == 0
@@ -177,5 +179,5 @@ def test_of_a_video_the_first_frame_is_aligned_and_later_ones_get_no_gradient() 
 
 def test_without_a_vision_model_there_is_no_term_and_nothing_to_save() -> None:
     alignment = Alignment(SimpleNamespace(), None, None, None, None, None)  # type: ignore[arg-type]
-    assert alignment.terms(None, None) == {} == alignment.parts  # type: ignore[arg-type]
-    alignment.update({}, 1.0)
+    assert alignment.terms(None, None) == ({}, None) and not alignment.parts  # type: ignore[arg-type]
+    alignment.update({}, [None], 1.0)

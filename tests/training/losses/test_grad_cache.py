@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tandem.distributed import Backend
 from tandem.io.exits import Failed
 from tandem.training.losses.contrastive import KINDS, Contrastive, ContrastiveResult
-from tandem.training.losses.grad_cache import GradCache
+from tandem.training.losses.grad_cache import grad_cache_losses
 from tests.processes import on_backends, single
 from tests.training.losses.test_contrastive import by_the_formula
 
@@ -84,11 +84,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def backward(engine: Any, processes: Any, contrastive: Contrastive, batch: dict[str, Tensor]) -> ContrastiveResult:
     """The backward passes of an update, as the script makes them."""
-    cache = GradCache(engine, processes, contrastive, batch, inputs)
-    for micro in engine.micro_batches(batch):
-        loss = cache.surrogate_loss(engine(**inputs(micro)), micro["caption_ids"])
+    for loss, result in grad_cache_losses(engine, processes, contrastive, batch, inputs):  # noqa: B007
         engine.backward(loss, items=1, total=1)
-    return cache.result
+    return result
 
 
 def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:

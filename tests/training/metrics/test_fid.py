@@ -52,10 +52,12 @@ def test_distance_equals_scipys_matrix_square_root() -> None:
     assert frechet_distance(a, b) == pytest.approx(expected.item(), rel=1e-9)
 
 
-def test_distance_of_a_distribution_from_itself_is_zero_and_never_negative() -> None:
+def test_distance_of_a_distribution_from_itself_is_zero_and_never_negative_and_nan_where_it_is_not_finite() -> None:
     for vectors in (some(100, 20), some(7, 20)):  # 7 vectors have a covariance of rank 6
         one = statistics(vectors * 10).result()
         assert 0 <= frechet_distance(one, one) < 1e-4
+    for pair in ((one, statistics(vectors / 0).result()), (statistics(vectors * math.nan).result(), one)):
+        assert math.isnan(frechet_distance(*pair))
 
 
 def test_distance_exists_where_both_covariances_are_singular() -> None:

@@ -172,10 +172,13 @@ def test_a_model_of_the_checkpoints_own_update_counts_where_it_is_better_and_no_
 
 def test_the_value_of_the_checkpoints_own_update_counts_although_a_later_model_took_its_place(tmp_path):
     best = best_of(tmp_path)
-    assert save_all(best, {5: 8.0, 10: 10.0, 15: 12.0}) == [5, 10, 15]
+    assert save_all(best, {5: 8.0, 10: 32 / 3}) == [5, 10]
+    uninterrupted_state = best.state_dict()
+    assert save_all(best, {15: 12.0}) == [15]
     again = best_of(tmp_path)
     again.load_state_dict({"value": 8.0, "step": 5})  # the checkpoint of update 10 was saved before its validation
-    again.catch_up(10, validation={METRIC: 10.0})
+    again.catch_up(10, validation={METRIC: 10.6666666667})  # with the digits of metrics.jsonl
+    assert again.state_dict() == uninterrupted_state
     assert save_all(again, {12: 9.0}) == [] and content(tmp_path) == (12.0, 15)
     assert save_all(again, {15: 12.0}) == [15]
 

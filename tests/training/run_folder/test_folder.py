@@ -54,6 +54,15 @@ def test_fresh_moves_the_old_run_away_each_time_though_the_terminal_stands_in_it
         before = files(copied)
 
 
+def test_fresh_moves_the_folder_to_which_a_link_leads_and_the_link_stays(copied: Path, tmp_path: Path) -> None:
+    before, link = files(copied), tmp_path / "links" / "run"
+    link.parent.mkdir()
+    link.symlink_to(copied)
+    VAE.train(link, *ONE, "--fresh")
+    assert files(tmp_path / "copied.old-1") == before and link.readlink() == copied
+    assert [line["step"] for line in metrics(copied)] == [1] and os.listdir(link.parent) == ["run"]
+
+
 @pytest.mark.parametrize("path", [".", "..", "./"])
 def test_fresh_does_not_write_into_the_old_run_where_a_path_means_the_folder_that_was_moved(
     path: str, copied: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,9 +48,9 @@ def apply_in_tiles(
         if out is None:
             out = tile.new_zeros(*tile.shape[:-2], *weight_sum.shape)
         out_top, out_left = int(top * scale), int(left * scale)
-        place = (..., slice(out_top, out_top + len(rows)), slice(out_left, out_left + len(columns)))
-        out[place] += tile * weights.to(tile)
-        weight_sum[place] += weights
+        region = (..., slice(out_top, out_top + len(rows)), slice(out_left, out_left + len(columns)))
+        out[region] += tile * weights.to(tile)
+        weight_sum[region] += weights
     assert out is not None
     return out / weight_sum.to(out)
 

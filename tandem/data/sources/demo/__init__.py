@@ -1,0 +1,1 @@
+"""The demonstrations, generated data sets without files."""
