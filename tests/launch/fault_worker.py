@@ -102,7 +102,9 @@ def freeze(processes: ProcessGroup, seconds: float) -> None:
             before, now = now, time.monotonic()
             time.sleep(PAUSE_SECONDS)
     processes.barrier()
-    print(f"rank {processes.rank} goes on", flush=True)
+    print(
+        f"rank {processes.rank} goes on\n", end="", flush=True
+    )  # in one write: the other rank prints at the same time
 
 
 def write(processes: ProcessGroup, fault: str, folder: Path, seconds: float) -> None:
