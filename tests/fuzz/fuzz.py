@@ -146,7 +146,8 @@ def _wait(child: int) -> int:
 
 def _fault(target: Target, code: int, said: str) -> str | None:
     """What a command has done wrong, by its exit code and stderr."""
-    lines = said.splitlines()
+    # After its reason, a process may still have to finish a checkpoint that it was writing.
+    lines = [line for line in said.splitlines() if not line.endswith("waiting until the checkpoint is on the disk")]
     last = lines[-1] if lines else ""
     if code in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
         return f"it does not end: it had {CPU_SECONDS} s of computation, or {WALL_SECONDS} s in all"
