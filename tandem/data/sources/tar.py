@@ -144,6 +144,8 @@ class TarSource:
             record[spec.name] = FileRef(path, offset, size, member=member)
         for spec in self._specs[: self._n_main]:
             if beside := record.pop(_beside(spec), None):
+                if spec.name not in record:
+                    raise self._damaged_error()
                 record[spec.name] = record[spec.name]._replace(beside=beside)
         return record
 

@@ -189,9 +189,10 @@ def test_an_index_that_lies_about_places_leads_to_no_byte_outside(tmp_path):
         index.write_bytes(whole[:at] + np.int64(forged).tobytes() + whole[at + 8 :])
         assert "was damaged or replaced: delete it" in one_line(opened(path).record, 3)
         assert len(opened(path).record(2)) == 2
-    at = whole.index(np.array([len(files(n)["png"]) for n in range(5)], np.int64).tobytes()) + 8 * 3
-    index.write_bytes(whole[:at] + np.int64(-1).tobytes() + whole[at + 8 :])
-    assert "was damaged" in one_line(opened(path).record, 3), "a sample without its image"
+    for lost in ("png", "txt"):  # a sample without its image, and one with the text beside a JSON without the JSON
+        at = whole.index(np.array([len(files(n)[lost]) for n in range(5)], np.int64).tobytes()) + 8 * 3
+        index.write_bytes(whole[:at] + np.int64(-1).tobytes() + whole[at + 8 :])
+        assert "was damaged" in one_line(opened(path).record, 3), lost
     at = whole.index(np.array([0, 5], np.int64).tobytes())
     for forged in ([0, 4], [1, 5], [5, 0]):
         index.write_bytes(whole[:at] + np.array(forged).tobytes() + whole[at + 16 :])
