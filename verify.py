@@ -39,7 +39,7 @@ from tandem.io.reading import error_text, parse_json, read_json, read_lines
 from tandem.io.writing import delete, move_aside
 from tandem.training.checkpoint.listing import list_checkpoints, step_of
 from tandem.training.metrics.directions import COSTS, EVALUATION_SECONDS
-from tandem.training.run_folder.starts import environment, script_of, starts
+from tandem.training.run_folder.starts import environment, starts
 from tandem.weights.origin import read_run_arguments
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds
@@ -54,7 +54,8 @@ WITHOUT_EFFECT = {"output_dir", "num_workers", "timeout_minutes", "keep_n_checkp
 # Of the replay: it makes no saves of its own, and no limit of time ends it.
 REPLAYED_WITH = {"max_minutes": None, "save_before_minutes": None, "save_every_minutes": 0.0, "save_every_n_steps": 0,
                  "report_to": "none"}  # fmt: skip
-NOT_REPLAYED = {"output_dir", "fresh", "dry_run"}  # flags with which a script would write elsewhere, or nothing
+NOT_REPLAYED = {"config", "output_dir", "fresh", "dry_run"}  # with which a script would write elsewhere, or nothing
+MARKER = ".replay"  # a file of the replay's folder
 # Of a checkpoint: what the time and the folder of the run decide.
 NOT_COMPARED = ("progress/seconds", "tokenizer/name")
 # metrics.jsonl has 12 digits, of fp64 means that other processes may add in another order.
@@ -138,15 +139,17 @@ class Replay:
 
     def prepare(self) -> None:
         """Make the folder, with what a run reads that is resumed there; an earlier replay there is renamed. On the
-        root. Raises ValueError, in one line, if something else is there, or it cannot be written."""
+        root. Raises ValueError, in one line, if something else is there, as another run, or it cannot be written."""
         import yaml
 
-        if script_of(self.output):
+        if (self.output / MARKER).is_file():
             print(f"{self.output} is now {move_aside(self.output)}")
-        elif os.path.lexists(self.output):
+        elif os.path.lexists(self.output) and not (self.output.is_dir() and not any(self.output.iterdir())):
             raise ValueError(f"--output {self.output} exists and is no replay; give another name")
         try:
-            (self.output / "best").mkdir(parents=True)
+            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / MARKER).touch()
+            (self.output / "best").mkdir()
             (self.output / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in self.starts))
             (self.output / "config.yaml").write_text(yaml.safe_dump(self.settings))
             for name in ("tokenizer.json", "best/best.json"):
@@ -341,13 +344,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         script_flags = script_parser(replay.script)._option_string_actions
         for word in (word.partition("=")[0] for word in flags):
             if word in script_flags and script_flags[word].dest in NOT_REPLAYED:
-                raise ValueError(f"{word}: a replay is made in --output, from its checkpoint on; leave it out")
+                raise ValueError(f"{word}: a replay has the flags of its run, and is made in --output; leave it out")
         if distributed.launched_as_root():
             replay.prepare()
     is_kept = False
     try:
         replay.make(flags)
-        parser.error(f"{replay}: the replay ended before, because of its flags, so there is no verdict")
+        parser.error(f"{replay}: the replay ended before, because of its flags, so there is no verdict", is_agreed=True)
     except SystemExit as ending:
         is_kept = ending.code == FAILED  # its files show how it differs, or why it failed
         raise

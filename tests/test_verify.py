@@ -129,7 +129,8 @@ def test_a_replay_writes_nowhere_else_and_one_that_reaches_no_verdict_is_no_conf
     run, output = run_of_eight(VAE), tmp_path / "replay"
     out = ["--updates", "4:6", "--output", str(output)]
     for flags, words in (
-        (["--output_dir", str(run)], "--output_dir: a replay is made in --output"), (["--fresh"], "--fresh: a replay"),
+        (["--output_dir", str(run)], "--output_dir: a replay has the flags of its run, and is made in --output"),
+        (["--config", str(run / "config.yaml")], "--config: a replay"), (["--fresh"], "--fresh: a replay"),
         (["--dry_run"], "--dry_run: a replay"), (["--max_steps", "5"], "so there is no verdict"),
     ):  # fmt: skip
         code, line = said(run, *out, *flags)
@@ -138,10 +139,12 @@ def test_a_replay_writes_nowhere_else_and_one_that_reaches_no_verdict_is_no_conf
         disk.setattr(shutil, "copytree", lambda *given: os.mkdir("/proc/full"))
         code, line = said(run, *out)
         assert code == 2 and f"cannot write --output {output}: " in line and not output.exists(), line
-    output.mkdir()
-    (output / "notes").touch()
+    shutil.copytree(run, output)  # another run
     code, line = said(run, *out)
     assert code == 2 and f"{output} exists and is no replay" in line and names(tmp_path) == ["replay"], line
+    shutil.rmtree(output)
+    output.mkdir()  # as an earlier start leaves it that was killed at once
+    assert said(run, *out)[0] == 0
 
 
 def test_data_that_moved_are_named_by_a_flag_and_others_are_refused(said, tmp_path: Path) -> None:
