@@ -89,7 +89,7 @@ def _read_mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         root = compose_yaml(path)
     except OSError as error:
-        raise ValueError(f"cannot read the config {path}: {error_text(error)}{similar_files(path)}") from None
+        raise ValueError(f"cannot read the config {path}: {error_text(error)}{similar_files(path, error)}") from None
     except ValueError as error:
         raise ValueError(f"cannot read the config {path} as YAML: {error_text(error)}") from None
     if root is None:

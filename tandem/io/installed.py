@@ -71,9 +71,11 @@ def find_shipped_file(path: str) -> str:
     return file if file.startswith(f"{HOME / _CONFIGS}{os.sep}") and os.path.isfile(file) else path
 
 
-def similar_files(path: str) -> str:
+def similar_files(path: str, error: OSError) -> str:
     """`"; did you mean x or y?"` for the YAML or JSON files in the folder of `path`, and in configs/, whose name is the
-    nearest to its own; `""` if none is near."""
+    nearest to its own; `""` if none is near, or if the `error` is another one than that there is no such file."""
+    if not isinstance(error, FileNotFoundError):
+        return ""
     folder, name = os.path.split(path)
     files = [*Path(folder).glob("*.[jy]*"), *Path(HOME, _CONFIGS).rglob("*.[jy]*")]
     near = difflib.get_close_matches(name, {file.name for file in files}, 1, 0.7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.io.installed import similar_files
 from tests.scripts import ROOT
 
 PROGRAMS = Path(sys.executable).parent
@@ -57,3 +59,11 @@ def test_an_extra_and_horovod_are_installed_from_where_the_sources_are(place: st
     hint = "__import__('tandem.distributed.backends.horovod').distributed.backends.horovod.HorovodBackend.install_hint"
     _, script = shlex.split(said_in(ROOT / place, os.environ["PATH"], hint))
     assert (ROOT / place / script).samefile(ROOT / "scripts" / "install_horovod.sh")
+
+
+def test_a_file_of_a_near_name_is_meant_only_where_there_is_none_of_this_name(tmp_path: Path) -> None:
+    (tmp_path / "hot.yaml").touch()
+    assert similar_files(f"{tmp_path}/hut.yaml", FileNotFoundError()) == f"; did you mean {tmp_path}/hot.yaml?"
+    assert similar_files(f"{tmp_path}/hot.yaml", PermissionError()) == ""
+    too_long = OSError(errno.ENAMETOOLONG, "")
+    assert similar_files(f"{'x' * 300}/hot.yaml", too_long) == ""

@@ -58,7 +58,7 @@ def read_config(path: str) -> dict[str, Any]:
         hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _finite_float, "parse_float": _finite_float}
         config = parse_json(read_bytes(find_shipped_file(path), _MAX_BYTES), **hooks)
     except OSError as error:
-        raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}{similar_files(path)}") from None
+        raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}{similar_files(path, error)}") from None
     except ValueError as error:
         raise UserMistake(f"--deepspeed_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
