@@ -122,7 +122,7 @@ class Alignment:
         return {"alignment_loss": with_gradient(loss.detach(), latents.float(), gradient)}, pair
 
     def update(self, batch: Mapping[str, Any], pairs: Sequence[Any], lr: float, *, with_norm: bool = True) -> None:
-        """One update of the projection, on the second results of `terms` for the micro-batches. `with_norm` as in
+        """One update of the projection, on the `AlignedPair` of each micro-batch, from `terms`. `with_norm` as in
         `Engine.step`. Collective."""
         if self._vision is None:
             return

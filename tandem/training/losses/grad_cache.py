@@ -48,7 +48,8 @@ def grad_cache_losses(
     # which must get the same bits, have one, and without a graph PyTorch may choose another kernel.
     if engine.grad_accum_steps > 1 or contrastive.is_replicated:
         with torch.no_grad(), recomputation():
-            result = compare([engine(**inputs(micro_batch)) for micro_batch in engine.micro_batches(batch)])
+            outputs = [engine(**inputs(micro_batch)) for micro_batch in engine.micro_batches(batch)]
+        result = compare(outputs)
     for micro_batch in engine.micro_batches(batch):
         out = engine(**inputs(micro_batch))
         result = compare([out]) if result is None else result

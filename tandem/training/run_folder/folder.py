@@ -185,7 +185,7 @@ class RunFolder:
                 )
             with acquire_lock(self._lock_file, self._processes.heartbeat):
                 moved_to = str(move_aside(self.path))
-        self.path.mkdir(parents=True, exist_ok=True)
+        Path(os.path.realpath(self.path)).mkdir(parents=True, exist_ok=True)  # of a link, what it leads to
         self._lock = acquire_lock(self._lock_file, self._processes.heartbeat)
         # Write 4 KiB: an empty file can be created on a full disk.
         probe = self.path / ".writable"
@@ -260,8 +260,8 @@ def _fill_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
 def format_setting(value: Any) -> str:
     """A setting as in a command: 30 for the number 30.0, 8 16 for a list."""
     if isinstance(value, list | tuple):
-        return " ".join(map(format_setting, value))
-    return "not given" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        return " ".join(map(format_setting, value)) or "none"
+    return "not given" if value is None else f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def check_output_outside_samples(output_dir: str, sources: Mapping[str, str | None]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tandem.distributed import Backend
+from tandem.flops import FlopCounter
 from tandem.io.exits import Failed
 from tandem.training.losses.contrastive import KINDS, Contrastive, ContrastiveResult
 from tandem.training.losses.grad_cache import grad_cache_losses
@@ -118,6 +119,18 @@ def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, b
     assert 0.0 not in model.arrived[0]
     # Where bits must be the same, even a single micro-batch is embedded without a graph first.
     assert model.calls == (1 if parts == 1 and not whole else 2 * parts)
+
+
+def test_what_is_embedded_twice_is_counted_once() -> None:
+    flops = []
+    for n in (1, 4):
+        with single(batch_size=BATCH, grad_accum_steps=n) as backend:
+            model = Towers()
+            engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+            with FlopCounter() as counter:
+                backward(engine, backend.processes, Contrastive(KINDS[0], backend.processes), make_batch())
+            flops.append(counter.flops)
+    assert flops[0] == flops[1] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
