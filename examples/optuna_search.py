@@ -63,7 +63,8 @@ def run_trial(args: argparse.Namespace, study: optuna.Study, trial: optuna.Trial
             is_ending = is_pruned or bool(stop_signals)
             if is_ending:
                 process.terminate()
-        time.sleep(0.5)
+        if is_running:
+            time.sleep(0.5)
     code = process.wait()
     values = read_values(folder, metric)
     if is_pruned:

@@ -270,6 +270,9 @@ def test_fresh_moves_the_old_content_aside(script, whole, copied, model, source,
     script.fill(model, source, link, "--fresh", f"--{script.per_shard}", 5)
     assert files(copied.with_name("copied.old-1")) == files(whole) and link.readlink() == copied
     assert len(index(copied)["shards"]) == 2
+    shutil.rmtree(copied)  # as a kill in between leaves the link
+    script.fill(model, source, link)
+    assert files(copied) == files(whole)
     assert "copied.old-1" in capsys.readouterr().out
 
 

@@ -34,7 +34,7 @@ class ImageCoder:
     may differ slightly, so that occasionally another code is the nearest.
 
     `settings` are those that the files depend on; `stored` and `writer` read and write a folder of codes or latents;
-    for `ending` and `frames_per_code` see `decoded_files`.
+    for `ending` and `frames_per_code` see `DecodedFiles`.
     """
 
     kind, frames_per_code = "images", None

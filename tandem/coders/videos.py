@@ -184,5 +184,5 @@ def _has_good_sound(path: Path) -> bool:
     except OSError as error:
         raise ValueError(f"cannot read the sound of {path}: {error_text(error)}") from None
     except ValueError as error:
-        say(f"cannot read the sound of {path}: {error_text(error)}; the film is written without it")
+        say(f"cannot read the sound of {path}: {error_text(error)}; the film has no sound")
         return False

@@ -92,7 +92,9 @@ class ZeroEngine(Engine):
             model.compile()
         self._initialize(model, optimizer, full_config)
         self._optimizer = self._ds.basic_optimizer
-        self._state = ZeroState(self._ds, self._zero, self._scheduler, model, self._names, self._stage)
+        self._state = ZeroState(
+            self._ds, self._zero, self._scheduler, model, self._names, self._stage, self._lacks_weights
+        )
         self._sets_own_lr = self._scheduler is not None
         self.config = {
             **full_config,
@@ -247,7 +249,7 @@ class ZeroEngine(Engine):
         return self._state.shard(name, full)
 
     def _read_state(self) -> dict[str, Any]:
-        return self._state.read(self._lacks_weights)
+        return self._state.read()
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
         self._state.write(state)

@@ -32,8 +32,7 @@ from tandem.distributed.engines.optimizer_state import (
 
 
 class ZeroState:
-    """Reads and writes the state of an engine of DeepSpeed. Every method is collective unless its docstring says
-    otherwise.
+    """Reads and writes the state of an engine of DeepSpeed. The methods that read are collective.
 
     Args:
         ds: The engine of ``deepspeed.initialize``.
@@ -41,13 +40,16 @@ class ZeroState:
         scheduler: The scheduler of ``deepspeed.initialize``, or None.
         names: The names of the trained parameters.
         stage: The ZeRO stage.
+        lacks_weights: Whether the module does not hold the full fp32 weights.
     """
 
     def __init__(
-        self, ds: Any, zero: Any, scheduler: Any, module: nn.Module, names: Mapping[Any, str], stage: int
-    ) -> None:
+        self, ds: Any, zero: Any, scheduler: Any, module: nn.Module, names: Mapping[Any, str], stage: int,
+        lacks_weights: bool,
+    ) -> None:  # fmt: skip
         self._ds, self._zero, self._scheduler, self._module = ds, zero, scheduler, module
-        self._names, self._stage, self._optimizer = names, stage, ds.basic_optimizer
+        self._names, self._stage, self._lacks_weights = names, stage, lacks_weights
+        self._optimizer = ds.basic_optimizer
         self._parameters = {name: t for name, t in self._tensors().items() if isinstance(t, nn.Parameter)}
 
     def local_shards(self) -> dict[str, Tensor]:
@@ -86,10 +88,10 @@ class ZeroState:
             raise ValueError(f"the shape {tuple(full.shape)} is not the model's {tuple(parameter.ds_shape)}")
         return _local_slice(parameter, full)
 
-    def read(self, lacks_weights: bool) -> dict[str, Any]:
-        """See `Engine._read_state`. `lacks_weights`: that of the engine."""
+    def read(self) -> dict[str, Any]:
+        """See `Engine._read_state`."""
         weights = live_weights(self._module)
-        if lacks_weights:  # functions, because reading an offloaded weight copies it to the device
+        if self._lacks_weights:  # functions, because reading an offloaded weight copies it to the device
             weights = {name: partial(self._read_weight, name, tensor) for name, tensor in self._tensors().items()}
         return {"weights": weights, "optimizer": self._read_optimizer(), "scaler": self._scaler_state()}
 
@@ -195,7 +197,7 @@ class ZeroState:
 
     @torch.no_grad()
     def share_weights(self) -> None:
-        """Refresh the copies that the forward pass reads from the fp32 weights."""
+        """Refresh the copies that the forward pass reads from the fp32 weights. Collective."""
         if self._stage in (1, 2):
             self._zero.update_lp_params()
         elif self._stage == 3 and (persistent := self._zero.persistent_parameters):

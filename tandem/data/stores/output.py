@@ -100,7 +100,7 @@ class OutputFolder:
                 old_folder = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
             line = f"starting over; what was in {self.path} is in {old_folder}"
             self.say(line if old_folder else f"{self.path} held nothing yet")
-        self.path.mkdir(parents=True, exist_ok=True)
+        Path(os.path.realpath(self.path)).mkdir(parents=True, exist_ok=True)  # of a link, what it leads to
         self._lock = writing.acquire_lock(lock, self.processes.heartbeat)
         self._claim()
 

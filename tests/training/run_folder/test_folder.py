@@ -61,6 +61,9 @@ def test_fresh_moves_the_folder_to_which_a_link_leads_and_the_link_stays(copied:
     VAE.train(link, *ONE, "--fresh")
     assert files(tmp_path / "copied.old-1") == before and link.readlink() == copied
     assert [line["step"] for line in metrics(copied)] == [1] and os.listdir(link.parent) == ["run"]
+    shutil.rmtree(copied)  # as a kill in between leaves the link
+    VAE.train(link, *ONE)
+    assert [line["step"] for line in metrics(copied)] == [1]
 
 
 @pytest.mark.parametrize("path", [".", "..", "./"])
