@@ -233,7 +233,7 @@ def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_
     (of_data,) = (line for line in said if line.startswith(f"{script.data.demonstration}:64: "))
     # A batch is the least for a validation; 2 are asked for.
     assert [number for number in ("56", "8", "0.02", "1") if number not in re.findall(r"[\d.]+", of_data)] == []
-    assert "training: the first row follows update 1 (--log_every_n_steps 1)" in said
+    assert "training; the first row of metrics comes after update 1 (--log_every_n_steps 1)" in said
     last = dict(line.split(": ", 1) for line in said[-4:])
     for name, path in {"model": "model", "picture": "samples/step_00000001.png"}.items():
         assert last[name].split(", ")[0] == str(tmp_path / path) and (tmp_path / path).exists()

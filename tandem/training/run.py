@@ -290,13 +290,13 @@ class Run:
         return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
 
     def first_row_text(self) -> str | None:
-        """A line about when the next line of metrics is due; None if the last update is made."""
+        """A line that names the update after which the first row of metrics is printed; None if no update is left."""
         if self.progress.finished:
             return None
         every = self.config.log_every_n_steps
         step = min((self.progress.step // every + 1) * every, self.progress.last_step)
         compiles = ", and the first update compiles the model" if self.config.compile else ""
-        return f"training: the first row follows update {step} (--log_every_n_steps {every}){compiles}"
+        return f"training; the first row of metrics comes after update {step} (--log_every_n_steps {every}){compiles}"
 
     def advance(self) -> None:
         """Count a completed update. The first one has made the optimizers' moments: allocate pinned memory for the
